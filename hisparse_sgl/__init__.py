@@ -1,0 +1,1 @@
+"""A host-backed KV memory pool with a radix prefix cache for sparse-attention models."""
