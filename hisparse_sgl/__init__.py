@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hisparse_sgl.config import HiSparseConfig
-    from hisparse_sgl.coordinator import Admission, Deferred
     from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
     from hisparse_sgl.pool import HiSparsePool
+    from hisparse_sgl.requests import Admission, Deferred
 
     __version__: str
 
 __all__ = ["Admission", "Deferred", "HiSparseConfig", "HiSparsePool", "IndexGroup", "KVLayout"]
 
 _HOMES = {
-    "Admission": "hisparse_sgl.coordinator",
-    "Deferred": "hisparse_sgl.coordinator",
+    "Admission": "hisparse_sgl.requests",
+    "Deferred": "hisparse_sgl.requests",
     "HiSparseConfig": "hisparse_sgl.config",
     "HiSparsePool": "hisparse_sgl.pool",
     "IndexGroup": "hisparse_sgl.mem_pool.layout",
