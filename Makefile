@@ -20,7 +20,7 @@ help:
 	@echo "make clean   remove what the other targets made"
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "Setting up $(VENV) (once; about 2 GB with the CPU build of torch)"
+	@echo "Setting up $(VENV) (once; about 2.4 GB with the CPU build of torch)"
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install -q -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	@touch $@
