@@ -1,0 +1,115 @@
+"""Which implementation runs an operation, and the one guarded import of Triton.
+
+``TRITON_INTERPRET=1`` counts only when it is set before ``triton.language`` is first imported. Interpreted and
+compiled kernels cannot live in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+Backend = Literal["triton", "interpreter", "reference"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    triton: Any
+    tl: Any
+    HAS_TRITON: bool
+else:
+    try:
+        import triton
+        import triton.language as tl
+
+        HAS_TRITON = True
+    except ImportError:
+        triton = tl = None
+        HAS_TRITON = False
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+_interpreter_lock = threading.Lock()
+
+
+def jit(function: Function) -> Any:
+    """``triton.jit``; the plain function where Triton is not installed."""
+    return triton.jit(function) if HAS_TRITON else function
+
+
+def choose(tensor: torch.Tensor, backend: str | None = None) -> Backend:
+    """The implementation to run for ``tensor``.
+
+    CUDA tensors take compiled Triton. CPU tensors take Triton's interpreter when it is on, else the torch
+    reference. ``backend`` overrides this.
+
+    Raises:
+        ValueError: the wanted implementation cannot run here.
+    """
+    if backend is None:
+        backend = "triton" if tensor.is_cuda else "interpreter" if INTERPRETED else "reference"
+    if backend == "reference":
+        return "reference"
+    if backend not in ("triton", "interpreter"):
+        raise ValueError(f"backend={backend!r} must be 'triton', 'interpreter', 'reference' or None")
+    if not HAS_TRITON:
+        raise ValueError(f"backend={backend!r} needs Triton; install triton or use backend='reference'")
+    if backend == "interpreter":
+        if not INTERPRETED or tensor.is_cuda:
+            raise ValueError(
+                f"backend='interpreter' with a {tensor.device} tensor needs a CPU tensor and TRITON_INTERPRET=1 "
+                "set before triton.language is imported; set it first or use backend='reference'"
+            )
+        return "interpreter"
+    if INTERPRETED or not tensor.is_cuda:
+        raise ValueError(
+            f"backend='triton' with a {tensor.device} tensor needs a CUDA tensor and TRITON_INTERPRET unset "
+            "when triton.language is imported; unset it or use backend='reference'"
+        )
+    return "triton"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
+    """Run a Triton kernel on the current stream of ``device``. Interpreted launches are not thread-safe: one at a time."""
+    if INTERPRETED:
+        with _interpreter_lock:
+            kernel[grid](*args, **meta)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*args, **meta)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two not below ``value`` (at least 1)."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def copy_programs(device: torch.device, items: int) -> int:
+    """Programs of a looping copy kernel: enough to cover PCIe latency, never more than there are items."""
+    if device.type != "cuda":
+        return max(1, min(items, 2))
+    return max(1, min(items, 2 * torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Raise ValueError unless ``tensor`` has one of ``dtypes``, the ``shape`` (None: any size) and the ``device``."""
+    allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
+    if tensor.dtype not in allowed:
+        wanted = " or ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name}.dtype={tensor.dtype} must be {wanted}; convert it")
+    sizes = tuple(tensor.shape)
+    fits = len(sizes) == len(shape) and all(
+        want is None or want == size for size, want in zip(sizes, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}.shape={sizes} must be {shape} (None: any size); reshape it")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}.device={tensor.device} must be {device}; move it")

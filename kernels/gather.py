@@ -1,0 +1,137 @@
+"""Gather: copy the planned rows from the host pool to the device pool, one layer a call."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
+from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
+from hisparse_sgl.kernels.state import CopyPlan
+
+
+@jit
+def _gather_kernel(
+    host,
+    device,
+    slots,
+    rows,
+    count,
+    capacity,
+    host_pages,
+    device_pages,
+    host_stride,
+    device_stride,
+    P: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    stop = tl.minimum(tl.load(count), capacity)
+    word = tl.arange(0, BLOCK)
+    in_row = word < FIRST + SECOND
+    while entry < stop:
+        slot = tl.load(slots + entry).to(tl.int64)
+        row = tl.load(rows + entry).to(tl.int64)
+        readable = (slot >= 0) & (slot < host_pages * P)
+        writable = (row >= 0) & (row < device_pages * P)
+        slot = tl.where(readable, slot, 0)
+        row = tl.where(writable, row, 0)
+        source = tl.where(
+            word < FIRST, (slot % P) * FIRST + word, P * FIRST + (slot % P) * SECOND + word - FIRST
+        )
+        target = tl.where(
+            word < FIRST, (row % P) * FIRST + word, P * FIRST + (row % P) * SECOND + word - FIRST
+        )
+        data = tl.load(host + (slot // P) * host_stride + source, mask=in_row & readable & writable, other=0)
+        tl.store(device + (row // P) * device_stride + target, data, mask=in_row & writable)
+        entry += tl.num_programs(0)
+
+
+def gather_reference(host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat) -> None:
+    """The plain form of `gather`."""
+    count = min(int(plan.count), plan.slots.numel())
+    slots = plan.slots[:count].long()
+    rows = plan.rows[:count].long()
+    writable = (rows >= 0) & (rows < device.shape[0] * fmt.page_size)
+    slots, rows = slots[writable], rows[writable]
+    readable = (slots >= 0) & (slots < host.shape[0] * fmt.page_size)
+    source = torch.where(readable, slots, 0).to(host.device)
+    for part in range(len(fmt.parts)):
+        data = row_view(host, fmt, part)[source // fmt.page_size, source % fmt.page_size].to(device.device)
+        data[~readable] = 0
+        row_view(device, fmt, part)[rows // fmt.page_size, rows % fmt.page_size] = data
+
+
+def check_pool(name: str, pool: torch.Tensor, fmt: RowFormat) -> None:
+    """Raise ValueError unless ``pool``, uint8 [..., num_pages, page_bytes], can be read in 8-byte words."""
+    if pool.dtype != torch.uint8 or pool.shape[-1] != fmt.page_bytes:
+        raise ValueError(
+            f"{name} is {pool.dtype} {tuple(pool.shape)}, its last dimension must be page_bytes={fmt.page_bytes} "
+            "of uint8; build it from the same RowFormat"
+        )
+    strides = pool.stride()
+    if (
+        strides[-1] != 1
+        or pool.data_ptr() % WORD_BYTES
+        or any(stride % WORD_BYTES for stride in strides[:-1])
+    ):
+        raise ValueError(
+            f"{name} has strides {strides}; pages must be contiguous and {WORD_BYTES}-byte aligned"
+        )
+
+
+def check_reachable(host: torch.Tensor, device: torch.Tensor) -> None:
+    """Raise ValueError unless a kernel on ``device``'s device can address ``host``."""
+    if host.device != device.device and not (host.device.type == "cpu" and host.is_pinned()):
+        raise ValueError(f"host.device={host.device} must be {device.device} or pinned memory; pin it")
+
+
+def gather(
+    host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat, *, backend: str | None = None
+) -> None:
+    """Copy the rows of ``plan`` from ``host`` to ``device``. The same call with another layer's tensors replays it.
+
+    Args:
+        host: uint8 [num_host_pages, page_bytes]; pinned CPU memory, or on the device of ``device``.
+        device: uint8 [num_device_pages, page_bytes]; mutated. Padding bytes are not touched.
+        plan: what `resolve` wrote. A slot outside the host pool gives a zero row; a destination out of range
+            is skipped.
+        fmt: byte layout of both pools.
+        backend: see `backend.choose`.
+
+    Raises:
+        ValueError: a tensor does not fit ``fmt`` or cannot be reached.
+    """
+    for name, pool in (("host", host), ("device", device)):
+        check_tensor(name, pool, torch.uint8, (None, fmt.page_bytes))
+        check_pool(name, pool, fmt)
+    for name in ("slots", "rows", "count"):
+        check_tensor(f"plan.{name}", getattr(plan, name), torch.int32, (None,), device.device)
+    if plan.slots.numel() == 0:
+        return
+    if choose(device, backend) == "reference":
+        gather_reference(host, device, plan, fmt)
+        return
+    check_reachable(host, device)
+    words = [size // WORD_BYTES for size in fmt.parts] + [0]
+    launch(
+        _gather_kernel,
+        (copy_programs(device.device, plan.slots.numel()),),
+        device.device,
+        host.view(torch.int64),
+        device.view(torch.int64),
+        plan.slots,
+        plan.rows,
+        plan.count,
+        plan.slots.numel(),
+        host.shape[0],
+        device.shape[0],
+        host.stride(0) // WORD_BYTES,
+        device.stride(0) // WORD_BYTES,
+        P=fmt.page_size,
+        FIRST=words[0],
+        SECOND=words[1],
+        BLOCK=power_of_two(words[0] + words[1]),
+        num_warps=4,
+    )

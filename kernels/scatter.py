@@ -1,0 +1,125 @@
+"""Scatter: copy rows from the device pool to the host pool in all layers at once (mirror and spill)."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
+from hisparse_sgl.kernels.gather import check_pool, check_reachable
+from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
+
+
+@jit
+def _scatter_kernel(
+    device,
+    host,
+    rows,
+    slots,
+    num_rows,
+    num_items,
+    device_pages,
+    host_pages,
+    device_layer_stride,
+    device_stride,
+    host_layer_stride,
+    host_stride,
+    rows_stride,
+    slots_stride,
+    P: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    item = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, BLOCK)
+    in_row = word < FIRST + SECOND
+    while item < num_items:
+        layer = item // num_rows
+        entry = item % num_rows
+        row = tl.load(rows + entry * rows_stride).to(tl.int64)
+        slot = tl.load(slots + entry * slots_stride).to(tl.int64)
+        copied = (row >= 0) & (row < device_pages * P) & (slot >= P) & (slot < host_pages * P)
+        row = tl.where(copied, row, 0)
+        slot = tl.where(copied, slot, 0)
+        source = tl.where(
+            word < FIRST, (row % P) * FIRST + word, P * FIRST + (row % P) * SECOND + word - FIRST
+        )
+        target = tl.where(
+            word < FIRST, (slot % P) * FIRST + word, P * FIRST + (slot % P) * SECOND + word - FIRST
+        )
+        source += layer * device_layer_stride + (row // P) * device_stride
+        target += layer * host_layer_stride + (slot // P) * host_stride
+        data = tl.load(device + source, mask=in_row & copied, other=0)
+        tl.store(host + target, data, mask=in_row & copied)
+        item += tl.num_programs(0)
+
+
+def scatter_reference(
+    device: torch.Tensor, host: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, fmt: RowFormat
+) -> None:
+    """The plain form of `scatter`."""
+    rows, slots = rows.long(), slots.long()
+    size = fmt.page_size
+    copied = (rows >= 0) & (rows < device.shape[1] * size) & (slots >= size) & (slots < host.shape[1] * size)
+    rows, slots = rows[copied], slots[copied].to(host.device)
+    for part in range(len(fmt.parts)):
+        data = row_view(device, fmt, part)[:, rows // size, rows % size].to(host.device)
+        row_view(host, fmt, part)[:, slots // size, slots % size] = data
+
+
+def scatter(
+    device: torch.Tensor,
+    host: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    fmt: RowFormat,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Copy device row ``rows[i]`` to host slot ``slots[i]`` in every layer, in one launch.
+
+    Args:
+        device: uint8 [layers, num_device_pages, page_bytes].
+        host: uint8 [layers, num_host_pages, page_bytes]; mutated. Pinned CPU memory, or on ``device``'s device.
+        rows: int32 [n] device rows. A negative or too large one is skipped.
+        slots: int32 [n] host slots, all different. One below ``page_size`` (null page) or too large is skipped.
+        fmt: byte layout of both pools.
+        backend: see `backend.choose`.
+
+    Raises:
+        ValueError: a tensor does not fit the others or ``fmt``, or cannot be reached.
+    """
+    check_tensor("device", device, torch.uint8, (None, None, fmt.page_bytes))
+    check_tensor("host", host, torch.uint8, (device.shape[0], None, fmt.page_bytes))
+    for name, pool in (("host", host), ("device", device)):
+        check_pool(name, pool, fmt)
+    check_tensor("rows", rows, torch.int32, (None,), device.device)
+    check_tensor("slots", slots, torch.int32, (rows.numel(),), device.device)
+    if rows.numel() == 0 or device.shape[0] == 0:
+        return
+    if choose(device, backend) == "reference":
+        scatter_reference(device, host, rows, slots, fmt)
+        return
+    check_reachable(host, device)
+    words = [size // WORD_BYTES for size in fmt.parts] + [0]
+    launch(
+        _scatter_kernel,
+        (copy_programs(device.device, rows.numel() * device.shape[0]),),
+        device.device,
+        device.view(torch.int64),
+        host.view(torch.int64),
+        rows,
+        slots,
+        rows.numel(),
+        rows.numel() * device.shape[0],
+        device.shape[1],
+        host.shape[1],
+        *(stride // WORD_BYTES for stride in (*device.stride()[:2], *host.stride()[:2])),
+        rows.stride(0),
+        slots.stride(0),
+        P=fmt.page_size,
+        FIRST=words[0],
+        SECOND=words[1],
+        BLOCK=power_of_two(words[0] + words[1]),
+        num_warps=4,
+    )

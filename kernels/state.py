@@ -1,0 +1,188 @@
+"""Tensors the kernels work on: tables, hot state, copy plan, scratch.
+
+R request rows, P page size, H hot rows a request, G index groups, B batch rows. All are fixed in shape and
+address, so launches can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+Device = torch.device | str
+
+
+def _fail(what: str) -> None:
+    raise RuntimeError(f"kernel state is damaged: {what}")
+
+
+class Tables(NamedTuple):
+    """Where rows are. ``page_table`` int32 [R, max_pages]: host page of each page of a request, 0 = none.
+    ``resident_page`` int32 [num_host_pages]: device page of a host page, 0 = none. ``hot_pages`` int32
+    [R, H // P]: device pages of a request's hot region, all 0 = no region."""
+
+    page_table: torch.Tensor
+    resident_page: torch.Tensor
+    hot_pages: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        max_requests: int,
+        max_pages: int,
+        num_host_pages: int,
+        num_hot_pages: int,
+        device: Device = "cpu",
+    ) -> Tables:
+        """No request has a page; ``num_hot_pages`` is H // P."""
+        shapes = ((max_requests, max_pages), (num_host_pages,), (max_requests, num_hot_pages))
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when a page is out of range or a device page has two leases."""
+        num_host_pages = self.resident_page.numel()
+        pages = self.page_table
+        if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= num_host_pages):
+            _fail(
+                f"page_table spans {int(pages.min())}..{int(pages.max())}, host pages are 0..{num_host_pages - 1}"
+            )
+        if num_host_pages and int(self.resident_page[0]) != 0:
+            _fail(f"the null page is resident on device page {int(self.resident_page[0])}")
+        has_page = self.hot_pages != 0
+        torn = (has_page.any(1) & ~has_page.all(1)).nonzero().flatten().tolist()
+        if torn:
+            _fail(f"request rows {torn} have part of a hot region")
+        leased = torch.cat((self.resident_page, self.hot_pages.flatten()))
+        leased = leased[leased != 0]
+        if leased.numel() and int(leased.min()) < 0:
+            _fail(f"device page {int(leased.min())} is negative")
+        pages_seen, counts = leased.unique(return_counts=True)
+        if (counts > 1).any():
+            _fail(f"device pages {pages_seen[counts > 1].tolist()} have two leases")
+
+
+class HotState(NamedTuple):
+    """What the hot rows of one index group hold. ``keys`` int32 [R, H]: slot of each hot row, -1 empty. ``lru``
+    int16 [R, H]: hot rows, oldest first. ``positions`` int32 [R, H]: position under which the key was loaded,
+    -1 empty. A stack for G groups has a leading dimension G."""
+
+    keys: torch.Tensor
+    lru: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, max_requests: int, hot_rows: int, device: Device = "cpu", groups: int | None = None
+    ) -> HotState:
+        """All hot rows empty, in identity order; with ``groups`` a stack [groups, R, H]."""
+        shape = (max_requests, hot_rows) if groups is None else (groups, max_requests, hot_rows)
+        state = cls(
+            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty(shape, dtype=torch.int16, device=device),
+            torch.empty(shape, dtype=torch.int32, device=device),
+        )
+        state.reset()
+        return state
+
+    def group(self, index: int) -> HotState:
+        """The view [R, H] of one group of a stack."""
+        return HotState(self.keys[index], self.lru[index], self.positions[index])
+
+    def reset(self, request_row: int | None = None) -> None:
+        """Empty one request's hot rows (all requests: None), in every group of a stack."""
+        rows = slice(None) if request_row is None else slice(request_row, request_row + 1)
+        self.keys[..., rows, :] = -1
+        self.positions[..., rows, :] = -1
+        order = torch.arange(self.lru.shape[-1], device=self.lru.device)
+        self.lru[..., rows, :] = order.to(torch.int16)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless each order is a permutation and each key has one position and one row."""
+        hot_rows = self.lru.shape[-1]
+        order = self.lru.reshape(-1, hot_rows).long().sort(1).values
+        wrong = (order != torch.arange(hot_rows, device=order.device)).any(1).nonzero().flatten().tolist()
+        if wrong:
+            _fail(f"lru rows {wrong} are not permutations of 0..{hot_rows - 1}")
+        keys = self.keys.reshape(-1, hot_rows)
+        positions = self.positions.reshape(-1, hot_rows)
+        halves = int(((keys < 0) != (positions < 0)).sum())
+        if halves:
+            _fail(f"{halves} hot rows have a key without a position or a position without a key")
+        ordered = keys.sort(1).values
+        repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        if repeated.any():
+            _fail(f"slots {ordered[:, 1:][repeated].tolist()} are held by two hot rows of a request")
+
+
+class CopyPlan(NamedTuple):
+    """Rows to copy host to device. ``slots`` and ``rows`` int32 [capacity]: source slot (-1: write a zero row)
+    and destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts`` and
+    ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+    count: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def empty(cls, capacity: int, max_batch: int, device: Device = "cpu") -> CopyPlan:
+        """A plan of no copies. A batch needs a capacity of B * query_rows * top_k."""
+        sizes = (capacity, capacity, 1, max_batch, max_batch)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def segment(self, batch_row: int) -> list[tuple[int, int]]:
+        """The (slot, row) pairs of one batch row. Reads the device."""
+        start = int(self.starts[batch_row])
+        stop = start + int(self.counts[batch_row])
+        return list(zip(self.slots[start:stop].tolist(), self.rows[start:stop].tolist(), strict=True))
+
+    def check_integrity(self, batch: int) -> None:
+        """Raise RuntimeError unless the ranges of the first ``batch`` rows tile the list and no row is written twice."""
+        count = int(self.count)
+        ranges = sorted(zip(self.starts[:batch].tolist(), self.counts[:batch].tolist(), strict=True))
+        end = 0
+        for start, length in (pair for pair in ranges if pair[1]):
+            if start != end:
+                _fail(f"plan range {start}+{length} does not follow {end}")
+            end += length
+        if end != count or count > self.slots.numel():
+            _fail(f"plan ranges end at {end}, count is {count}, capacity is {self.slots.numel()}")
+        rows = self.rows[:count]
+        if rows[rows >= 0].unique().numel() != int((rows >= 0).sum()):
+            _fail(f"{count} plan entries write a device row twice")
+
+
+class Scratch(NamedTuple):
+    """Work space shared by all groups, zero between launches (``prefix`` and ``order`` excepted). ``stamps`` int32
+    [max_batch, max_pages * P], ``bitmap`` and ``prefix`` int32 [max_batch, ceil(max_pages * P / 32)], ``order``
+    int16 [max_batch, H], ``cursor`` int64 [1]. One launch at a time may use it."""
+
+    stamps: torch.Tensor
+    bitmap: torch.Tensor
+    prefix: torch.Tensor
+    order: torch.Tensor
+    cursor: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, max_batch: int, max_pages: int, page_size: int, hot_rows: int, device: Device = "cpu"
+    ) -> Scratch:
+        """Zeroed work space for contexts of ``max_pages`` pages."""
+        context = max_pages * page_size
+        words = -(-context // 32)
+        return cls(
+            torch.zeros((max_batch, context), dtype=torch.int32, device=device),
+            torch.zeros((max_batch, words), dtype=torch.int32, device=device),
+            torch.zeros((max_batch, words), dtype=torch.int32, device=device),
+            torch.zeros((max_batch, hot_rows), dtype=torch.int16, device=device),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when a launch left something behind."""
+        for name in ("stamps", "bitmap", "cursor"):
+            left = int((getattr(self, name) != 0).sum())
+            if left:
+                _fail(f"{left} entries of scratch.{name} are not zero between launches")
