@@ -1,0 +1,1 @@
+"""Integrations of the pool with serving engines and model libraries."""
