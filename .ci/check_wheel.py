@@ -40,7 +40,7 @@ def main() -> None:
         import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     for name in hisparse_sgl.__all__:
         getattr(hisparse_sgl, name)
-    print(f"hisparse_sgl {hisparse_sgl.__version__}: {len(modules)} modules of the wheel import without extras")
+    print(f"hisparse_sgl {hisparse_sgl.__version__}: {len(modules)} modules import without extras")
 
 
 main()
