@@ -80,6 +80,13 @@ def layer_violations(source: str, name: str) -> list[str]:
     return wrong
 
 
+def readme_block(language: str) -> str:
+    """The first fenced block of that language in the README."""
+    block = re.search(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert block is not None
+    return block[1]
+
+
 def test_import_of_the_package_is_quick() -> None:
     code = "import time; t = time.perf_counter(); import hisparse_sgl; print(time.perf_counter() - t)"
     assert min(float(run_python(code)) for _ in range(3)) < 0.2
@@ -159,8 +166,9 @@ def test_the_layer_check_allows_a_downward_import() -> None:
 
 
 def test_readme_begins_with_the_two_commands() -> None:
-    blocks = re.findall(
-        r"```(?:bash|sh|console)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
-    )
-    commands = [line.split("#")[0].strip() for line in blocks[0].splitlines()]
+    commands = [line.split("#")[0].strip() for line in readme_block("bash").splitlines()]
     assert commands[:2] == ["make demo", "make test"]
+
+
+def test_readme_example_runs() -> None:
+    run_python(readme_block("python"))
