@@ -1,7 +1,7 @@
 """Which implementation runs an operation, and the one guarded import of Triton.
 
-``TRITON_INTERPRET=1`` counts only when it is set before ``triton.language`` is first imported. Interpreted and
-compiled kernels cannot live in one process.
+``TRITON_INTERPRET=1`` counts only when it is set before ``triton.language`` is first imported. Interpreted
+and compiled kernels cannot live in one process.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 Backend = Literal["triton", "interpreter", "reference"]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
-    triton: Any
-    tl: Any
-    HAS_TRITON: bool
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
 else:
     try:
         import triton
@@ -34,7 +34,7 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in (
 _interpreter_lock = threading.Lock()
 
 
-def jit(function: Function) -> Any:
+def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit``; the plain function where Triton is not installed."""
     return triton.jit(function) if HAS_TRITON else function
 
@@ -59,8 +59,8 @@ def choose(tensor: torch.Tensor, backend: str | None = None) -> Backend:
     if backend == "interpreter":
         if not INTERPRETED or tensor.is_cuda:
             raise ValueError(
-                f"backend='interpreter' with a {tensor.device} tensor needs a CPU tensor and TRITON_INTERPRET=1 "
-                "set before triton.language is imported; set it first or use backend='reference'"
+                f"backend='interpreter' with a {tensor.device} tensor needs a CPU tensor and "
+                "TRITON_INTERPRET=1 set before triton.language is imported; use backend='reference'"
             )
         return "interpreter"
     if INTERPRETED or not tensor.is_cuda:
@@ -72,7 +72,8 @@ def choose(tensor: torch.Tensor, backend: str | None = None) -> Backend:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
-    """Run a Triton kernel on the current stream of ``device``. Interpreted launches are not thread-safe: one at a time."""
+    """Run a Triton kernel on the current stream of ``device``. Interpreted launches take turns: they are not
+    thread-safe."""
     if INTERPRETED:
         with _interpreter_lock:
             kernel[grid](*args, **meta)
@@ -100,15 +101,14 @@ def check_tensor(
     shape: tuple[int | None, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless ``tensor`` has one of ``dtypes``, the ``shape`` (None: any size) and the ``device``."""
+    """Raise ValueError unless ``tensor`` has one of ``dtypes``, ``shape`` (None: any size) and ``device``."""
     allowed = dtypes if isinstance(dtypes, tuple) else (dtypes,)
     if tensor.dtype not in allowed:
         wanted = " or ".join(str(dtype) for dtype in allowed)
         raise ValueError(f"{name}.dtype={tensor.dtype} must be {wanted}; convert it")
     sizes = tuple(tensor.shape)
-    fits = len(sizes) == len(shape) and all(
-        want is None or want == size for size, want in zip(sizes, shape, strict=True)
-    )
+    same_rank = len(sizes) == len(shape)
+    fits = same_rank and all(want in (None, size) for size, want in zip(sizes, shape, strict=True))
     if not fits:
         raise ValueError(f"{name}.shape={sizes} must be {shape} (None: any size); reshape it")
     if device is not None and tensor.device != device:

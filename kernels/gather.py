@@ -10,6 +10,12 @@ from hisparse_sgl.kernels.state import CopyPlan
 
 
 @jit
+def word_in_page(index, word, P: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Word of a page that holds ``word`` of row ``index``; FIRST, SECOND: 8-byte words of the parts."""
+    return tl.where(word < FIRST, index * FIRST + word, P * FIRST + index * SECOND + word - FIRST)
+
+
+@jit
 def _gather_kernel(
     host,
     device,
@@ -29,7 +35,6 @@ def _gather_kernel(
     entry = tl.program_id(0)
     stop = tl.minimum(tl.load(count), capacity)
     word = tl.arange(0, BLOCK)
-    in_row = word < FIRST + SECOND
     while entry < stop:
         slot = tl.load(slots + entry).to(tl.int64)
         row = tl.load(rows + entry).to(tl.int64)
@@ -37,14 +42,18 @@ def _gather_kernel(
         writable = (row >= 0) & (row < device_pages * P)
         slot = tl.where(readable, slot, 0)
         row = tl.where(writable, row, 0)
-        source = tl.where(
-            word < FIRST, (slot % P) * FIRST + word, P * FIRST + (slot % P) * SECOND + word - FIRST
+        source = word_in_page(slot % P, word, P, FIRST, SECOND)
+        target = word_in_page(row % P, word, P, FIRST, SECOND)
+        data = tl.load(
+            host + (slot // P) * host_stride + source,
+            mask=word < tl.where(readable & writable, FIRST + SECOND, 0),
+            other=0,
         )
-        target = tl.where(
-            word < FIRST, (row % P) * FIRST + word, P * FIRST + (row % P) * SECOND + word - FIRST
+        tl.store(
+            device + (row // P) * device_stride + target,
+            data,
+            mask=word < tl.where(writable, FIRST + SECOND, 0),
         )
-        data = tl.load(host + (slot // P) * host_stride + source, mask=in_row & readable & writable, other=0)
-        tl.store(device + (row // P) * device_stride + target, data, mask=in_row & writable)
         entry += tl.num_programs(0)
 
 
@@ -67,17 +76,13 @@ def check_pool(name: str, pool: torch.Tensor, fmt: RowFormat) -> None:
     """Raise ValueError unless ``pool``, uint8 [..., num_pages, page_bytes], can be read in 8-byte words."""
     if pool.dtype != torch.uint8 or pool.shape[-1] != fmt.page_bytes:
         raise ValueError(
-            f"{name} is {pool.dtype} {tuple(pool.shape)}, its last dimension must be page_bytes={fmt.page_bytes} "
-            "of uint8; build it from the same RowFormat"
+            f"{name} is {pool.dtype} {tuple(pool.shape)}, its last dimension must be {fmt.page_bytes} bytes "
+            "(page_bytes) of uint8; build it from the same RowFormat"
         )
-    strides = pool.stride()
-    if (
-        strides[-1] != 1
-        or pool.data_ptr() % WORD_BYTES
-        or any(stride % WORD_BYTES for stride in strides[:-1])
-    ):
+    *strides, last = pool.stride()
+    if last != 1 or any(number % WORD_BYTES for number in (pool.data_ptr(), *strides)):
         raise ValueError(
-            f"{name} has strides {strides}; pages must be contiguous and {WORD_BYTES}-byte aligned"
+            f"{name} has strides {pool.stride()}; its pages must be contiguous and {WORD_BYTES}-byte aligned"
         )
 
 
@@ -90,7 +95,8 @@ def check_reachable(host: torch.Tensor, device: torch.Tensor) -> None:
 def gather(
     host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat, *, backend: str | None = None
 ) -> None:
-    """Copy the rows of ``plan`` from ``host`` to ``device``. The same call with another layer's tensors replays it.
+    """Copy the rows of ``plan`` from ``host`` to ``device``. The same call with another layer's tensors
+    replays it.
 
     Args:
         host: uint8 [num_host_pages, page_bytes]; pinned CPU memory, or on the device of ``device``.

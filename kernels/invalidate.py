@@ -32,13 +32,14 @@ def _invalidate_kernel(
     request = tl.load(request_rows + entry * requests_stride).to(tl.int64)
     slot = tl.load(slots + entry * slots_stride)
     wanted = (request >= 0) & (request < max_requests) & (slot >= 0)
+    limit = tl.where(wanted, H, 0)
     request = tl.where(wanted, request, 0)
     keys += group * keys_group_stride + request * keys_stride
     positions += group * positions_group_stride + request * positions_stride
-    for start in tl.static_range(0, H, BLOCK):
+    for start in range(0, H, BLOCK):
         row = (start + tl.arange(0, BLOCK)).to(tl.int64)
-        key = tl.load(keys + row * keys_row_stride, mask=wanted & (row < H), other=-1)
-        gone = wanted & (key == slot)
+        key = tl.load(keys + row * keys_row_stride, mask=row < limit, other=-1)
+        gone = (row < limit) & (key == slot)
         tl.store(keys + row * keys_row_stride, -1, mask=gone)
         tl.store(positions + row * positions_row_stride, -1, mask=gone)
 
@@ -62,7 +63,8 @@ def invalidate(
     *,
     backend: str | None = None,
 ) -> None:
-    """Empty every hot row of request ``request_rows[i]`` that holds ``slots[i]``, in all groups, in one launch.
+    """Empty every hot row of request ``request_rows[i]`` that holds ``slots[i]``, in all groups, in one
+    launch.
 
     Args:
         keys: int32 [G, R, H]; found entries become -1.

@@ -1,128 +1,18 @@
-"""Resolve: top-k positions to device rows, with the hot region's LRU and the copy plan. One launch an index group."""
+"""Resolve: top-k positions to device rows, with the hot region's LRU and the copy plan."""
 
 from __future__ import annotations
 
 import torch
 
-from hisparse_sgl.kernels.backend import check_tensor, choose
+from hisparse_sgl.kernels.backend import check_tensor, choose, launch, power_of_two
+from hisparse_sgl.kernels.resolve_kernel import resolve_kernel
+from hisparse_sgl.kernels.resolve_reference import resolve_reference
 from hisparse_sgl.kernels.state import CopyPlan, HotState, Scratch, Tables
 
 MAX_HOT_ROWS = 32768
+LRU_BLOCK = 8192
+WORD_BLOCK = 2048
 STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
-
-
-def _hot_order(hot: HotState, request: int) -> list[int]:
-    """The request's hot rows, oldest first. An order that names a row out of range resets the request's state."""
-    order = hot.lru[request].tolist()
-    if min(order) < 0 or max(order) >= len(order):
-        hot.reset(request)
-        order = list(range(len(order)))
-    return order
-
-
-def _swap_reference(
-    wanted: dict[int, int], hot: HotState, request: int, num_slots: int
-) -> tuple[dict[int, int], list[int], int]:
-    """Give each wanted position (-> slot) a hot row. Returns position -> hot row, the missing positions, the hits."""
-    order = _hot_order(hot, request)
-    keys = hot.keys[request].tolist()
-    remembered = hot.positions[request].tolist()
-    row_of: dict[int, int] = {}
-    for row in order:
-        slot = wanted.get(remembered[row], -1)
-        if 0 <= slot < num_slots and keys[row] == slot:
-            row_of[remembered[row]] = row
-    used = set(row_of.values())
-    stale = [row for row in order if row not in used]
-    hits = [row for row in order if row in used]
-    missing = [position for position in wanted if position not in row_of]
-    loaded = stale[: len(missing)]
-    for position, row in zip(missing, loaded, strict=True):
-        row_of[position] = row
-        known = wanted[position] < num_slots
-        keys[row] = wanted[position] if known else -1
-        remembered[row] = position if known else -1
-    for tensor, values in zip(hot, (keys, stale[len(missing) :] + loaded + hits, remembered), strict=True):
-        tensor[request] = torch.tensor(values, dtype=tensor.dtype)
-    return row_of, missing, len(hits)
-
-
-def _translate_batch(
-    positions: torch.Tensor, request_rows: torch.Tensor, tables: Tables, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots (-1: none) and resident device rows (-1: none), int64 [B, q * K]."""
-    page_table, resident_page, _ = tables
-    requests = request_rows.long()[:, None]
-    pages = positions // page_size
-    offsets = positions % page_size
-    found = (
-        (requests >= 0) & (requests < page_table.shape[0]) & (positions >= 0) & (pages < page_table.shape[1])
-    )
-    host_pages = page_table[torch.where(found, requests, 0), torch.where(found, pages, 0)].long()
-    found &= host_pages > 0
-    slots = torch.where(found, host_pages * page_size + offsets, -1)
-    known = found & (host_pages < resident_page.numel())
-    device_pages = resident_page[torch.where(known, host_pages, 0)].long()
-    return slots, torch.where(known & (device_pages > 0), device_pages * page_size + offsets, -1)
-
-
-def resolve_reference(
-    positions: torch.Tensor,
-    request_rows: torch.Tensor,
-    tables: Tables,
-    hot: HotState,
-    plan: CopyPlan,
-    out_rows: torch.Tensor,
-    stats: torch.Tensor,
-    *,
-    page_size: int,
-    num_slots: int,
-) -> None:
-    """The plain form of `resolve`, a dictionary a request. It needs no scratch."""
-    batch = request_rows.numel()
-    flat = positions.reshape(batch, -1).long()
-    slots, rows = _translate_batch(flat, request_rows, tables, page_size)
-    out = rows.tolist()
-    totals = [0, 0, 0, 0]
-    planned: list[tuple[int, int]] = []
-    starts, counts = [], []
-    for index, (entries, entry_slots, entry_rows, request) in enumerate(
-        zip(flat.tolist(), slots.tolist(), rows.tolist(), request_rows.tolist(), strict=True)
-    ):
-        starts.append(len(planned))
-        found = list(zip(entries, entry_slots, entry_rows, strict=True))
-        wanted = {position: slot for position, slot, row in found if slot >= 0 and row < 0}
-        totals[1] += len(wanted)
-        totals[2] += len({position for position, _, row in found if row >= 0})
-        if wanted:
-            region = tables.hot_pages[request].tolist()
-            if region[0] > 0:
-                row_of, missing, hits = _swap_reference(wanted, hot, request, num_slots)
-                totals[0] += hits
-                place = {
-                    position: region[row // page_size] * page_size + row % page_size
-                    if region[row // page_size] > 0
-                    else -1
-                    for position, row in row_of.items()
-                }
-                out[index] = [place.get(position, row) for position, _, row in found]
-                planned += [
-                    (wanted[position] if wanted[position] < num_slots else -1, place[position])
-                    for position in sorted(missing)
-                ]
-            else:
-                totals[3] += len(wanted)
-        counts.append(len(planned) - starts[-1])
-    out_rows.copy_(torch.tensor(out, dtype=torch.int32).reshape(out_rows.shape))
-    for tensor, values in (
-        (plan.slots, [slot for slot, _ in planned]),
-        (plan.rows, [row for _, row in planned]),
-        (plan.count, [len(planned)]),
-        (plan.starts, starts),
-        (plan.counts, counts),
-    ):
-        tensor[: len(values)] = torch.tensor(values, dtype=torch.int32)
-    stats += torch.tensor(totals, device=stats.device)
 
 
 def _check(
@@ -152,35 +42,60 @@ def _check(
         check_tensor(f"hot.{name}", getattr(hot, name), dtype, (requests, hot_rows), device)
     if hot_rows % page_size or not 0 < hot_rows <= MAX_HOT_ROWS:
         raise ValueError(
-            f"hot rows a request {hot_rows} must be a multiple of page_size={page_size}, at most {MAX_HOT_ROWS}; "
-            "change device_buffer_size"
+            f"device_buffer_size={hot_rows} hot rows a request must be a multiple of page_size={page_size}, "
+            f"at most {MAX_HOT_ROWS}; round it"
         )
     check_tensor("tables.hot_pages", tables.hot_pages, torch.int32, (requests, hot_rows // page_size), device)
     selected = query_rows * positions.shape[1]
     if selected > hot_rows:
         raise ValueError(
-            f"query_rows * top_k = {query_rows} * {positions.shape[1]} = {selected} exceeds the {hot_rows} hot rows "
-            "a request; raise device_buffer_size or lower the draft length"
+            f"query_rows * top_k = {query_rows} * {positions.shape[1]} = {selected} exceeds device_buffer_size="
+            f"{hot_rows} hot rows a request; raise it or lower the draft length"
         )
-    for name in CopyPlan._fields:
+    _check_room(scratch, plan, device, batch, selected, tables.page_table.shape[1] * page_size, hot_rows)
+
+
+def _check_room(
+    scratch: Scratch,
+    plan: CopyPlan,
+    device: torch.device,
+    batch: int,
+    selected: int,
+    context: int,
+    hot_rows: int,
+) -> None:
+    """Raise ValueError when ``plan`` or ``scratch`` is too small for ``batch`` requests of ``selected`` entries."""
+    for name in ("slots", "rows", "count", "starts", "counts"):
         check_tensor(f"plan.{name}", getattr(plan, name), torch.int32, (None,), device)
-    if min(plan.slots.numel(), plan.rows.numel()) < batch * selected:
+    for name in ("stamps", "bitmap", "prefix"):
+        check_tensor(f"scratch.{name}", getattr(scratch, name), torch.int32, (None, None), device)
+    check_tensor("scratch.order", scratch.order, torch.int16, (None, None), device)
+    check_tensor("scratch.cursor", scratch.cursor, torch.int64, (1,), device)
+    contiguous = (plan.slots, plan.rows, plan.count, plan.starts, plan.counts, *scratch)
+    if not all(tensor.is_contiguous() for tensor in contiguous):
         raise ValueError(
-            f"plan capacity {min(plan.slots.numel(), plan.rows.numel())} is below batch * query_rows * top_k = "
-            f"{batch * selected}; build it with CopyPlan.empty({batch * selected}, ...)"
+            "plan and scratch must be contiguous; build them with CopyPlan.empty and Scratch.empty"
         )
-    context = tables.page_table.shape[1] * page_size
     rooms = (
+        ("plan.slots", plan.slots.numel(), batch * selected),
+        ("plan.rows", plan.rows.numel(), batch * selected),
+        ("plan.count", plan.count.numel(), 1),
         ("plan.starts", plan.starts.numel(), batch),
         ("plan.counts", plan.counts.numel(), batch),
         ("scratch.stamps rows", scratch.stamps.shape[0], batch),
         ("scratch.stamps columns", scratch.stamps.shape[1], context),
-        ("scratch.bitmap columns", scratch.bitmap.shape[1] * 32, context),
+        ("scratch.bitmap rows", scratch.bitmap.shape[0], batch),
+        ("scratch.bitmap columns", scratch.bitmap.shape[1], -(-context // 32)),
+        ("scratch.prefix rows", scratch.prefix.shape[0], batch),
+        ("scratch.prefix columns", scratch.prefix.shape[1], -(-context // 32)),
+        ("scratch.order rows", scratch.order.shape[0], batch),
         ("scratch.order columns", scratch.order.shape[1], hot_rows),
     )
     for name, room, need in rooms:
         if room < need:
-            raise ValueError(f"{name} hold {room}, this batch needs {need}; build them for the largest batch")
+            raise ValueError(
+                f"{name}={room} must be at least {need}; build plan and scratch for the largest batch"
+            )
 
 
 def resolve(
@@ -202,20 +117,20 @@ def resolve(
 
     A row on a resident page is used where it is. The others are looked up in the request's hot region, by the
     position each hot row remembers, checked against its key. All query rows of a request form one union: each
-    missing slot is loaded once, into the least recently used rows that no query row of this step uses. The new
-    order is stale | loaded | hits, each in the old order. A repeated position gets one row.
+    missing slot is loaded once, into the least recently used rows that no query row of this step uses. The
+    new order is stale | loaded | hits, each in the old order. A repeated position gets one row.
 
     Args:
         positions: int32 [B * query_rows, K], -1 pads. A position without a host page counts as a pad.
         request_rows: int32 [B] state rows, all different; -1 = padding, whose rows come out as -1.
         tables: not mutated.
-        hot: state [R, H] of this index group; mutated. An entry out of range is dropped; an order that names a row
-            out of range resets the request.
+        hot: state [R, H] of this index group; mutated. An entry out of range is dropped; an order that names
+            a row out of range resets the request. A repeated row in the order is not looked for.
         scratch: zero before and after; one launch at a time may use it.
         plan: overwritten. A slot at or above ``num_slots`` is planned as -1 (a zero row) and not remembered.
         out_rows: int32 [B * query_rows, K]; overwritten: device row or -1.
-        stats: int64 [4]; += hot hits, hot lookups (selected rows, each once, that are not resident), resident rows,
-            unserved (not resident and the request has no hot region; the row comes out as -1).
+        stats: int64 [4]; += hot hits, hot lookups (selected rows, each once, that are not resident), resident
+            rows, unserved (lookups of a request without a hot region; their rows come out as -1).
         page_size: rows a page, a power of two.
         num_slots: slots of the host pool.
         query_rows: query rows a request.
@@ -228,7 +143,57 @@ def resolve(
     if positions.numel() == 0:
         plan.count.zero_()
         return
-    choose(positions, backend)
-    resolve_reference(
-        positions, request_rows, tables, hot, plan, out_rows, stats, page_size=page_size, num_slots=num_slots
+    if choose(positions, backend) == "reference":
+        resolve_reference(
+            positions,
+            request_rows,
+            tables,
+            hot,
+            plan,
+            out_rows,
+            stats,
+            page_size=page_size,
+            num_slots=num_slots,
+        )
+        return
+    top_k, hot_rows = positions.shape[1], hot.keys.shape[1]
+    entries, ranks = power_of_two(query_rows * top_k), min(power_of_two(hot_rows), LRU_BLOCK)
+    launch(
+        resolve_kernel,
+        (request_rows.numel(),),
+        positions.device,
+        positions,
+        request_rows,
+        *tables,
+        *hot,
+        *scratch,
+        plan.slots,
+        plan.rows,
+        plan.count,
+        plan.starts,
+        plan.counts,
+        out_rows,
+        stats,
+        *tables.page_table.shape,
+        tables.resident_page.numel(),
+        num_slots,
+        *positions.stride(),
+        *request_rows.stride(),
+        *tables.page_table.stride(),
+        *tables.resident_page.stride(),
+        *tables.hot_pages.stride(),
+        *hot.keys.stride(),
+        *hot.lru.stride(),
+        *hot.positions.stride(),
+        *(tensor.stride(0) for tensor in scratch[:4]),
+        *out_rows.stride(),
+        P=page_size,
+        Q=query_rows,
+        K=top_k,
+        H=hot_rows,
+        HIT=1 << 30,
+        ENTRIES=entries,
+        RANKS=ranks,
+        WORDS=min(WORD_BLOCK, power_of_two(scratch.bitmap.shape[1])),
+        num_warps=32 if max(entries, ranks) > LRU_BLOCK else 16 if max(entries, ranks) > 1024 else 4,
     )

@@ -16,9 +16,9 @@ WORD_BYTES = 8
 class RowFormat:
     """How the rows of one token lie in a page.
 
-    A layer's buffer is ``uint8 [num_pages, page_bytes]``. Page ``p`` holds the first part of its ``page_size``
-    rows, then the second part of all of them, then padding. With one part and no padding, row ``r`` starts at
-    byte ``r * row_bytes``.
+    A layer's buffer is ``uint8 [num_pages, page_bytes]``. Page ``p`` holds the first part of its
+    ``page_size`` rows, then the second part of all of them, then padding. With one part and no padding, row
+    ``r`` starts at byte ``r * row_bytes``.
 
     Args:
         parts: bytes of each part of a row: one part, a multiple of 16, or two, the second a multiple of 8.
@@ -71,7 +71,7 @@ class RowFormat:
 
 
 def row_view(buffer: torch.Tensor, fmt: RowFormat, part: int = 0) -> torch.Tensor:
-    """View ``uint8 [..., num_pages, page_bytes]`` as ``[..., num_pages, page_size, parts[part]]``, no copy."""
+    """View uint8 [..., num_pages, page_bytes] as [..., num_pages, page_size, parts[part]]. No copy."""
     start = fmt.part_start(part)
     width = fmt.parts[part]
     return buffer[..., start : start + fmt.page_size * width].unflatten(-1, (fmt.page_size, width))

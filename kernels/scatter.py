@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
-from hisparse_sgl.kernels.gather import check_pool, check_reachable
+from hisparse_sgl.kernels.gather import check_pool, check_reachable, word_in_page
 from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
 
 
@@ -32,7 +32,6 @@ def _scatter_kernel(
 ):
     item = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, BLOCK)
-    in_row = word < FIRST + SECOND
     while item < num_items:
         layer = item // num_rows
         entry = item % num_rows
@@ -41,16 +40,12 @@ def _scatter_kernel(
         copied = (row >= 0) & (row < device_pages * P) & (slot >= P) & (slot < host_pages * P)
         row = tl.where(copied, row, 0)
         slot = tl.where(copied, slot, 0)
-        source = tl.where(
-            word < FIRST, (row % P) * FIRST + word, P * FIRST + (row % P) * SECOND + word - FIRST
-        )
-        target = tl.where(
-            word < FIRST, (slot % P) * FIRST + word, P * FIRST + (slot % P) * SECOND + word - FIRST
-        )
-        source += layer * device_layer_stride + (row // P) * device_stride
-        target += layer * host_layer_stride + (slot // P) * host_stride
-        data = tl.load(device + source, mask=in_row & copied, other=0)
-        tl.store(host + target, data, mask=in_row & copied)
+        source = layer * device_layer_stride + (row // P) * device_stride
+        source += word_in_page(row % P, word, P, FIRST, SECOND)
+        target = layer * host_layer_stride + (slot // P) * host_stride
+        target += word_in_page(slot % P, word, P, FIRST, SECOND)
+        in_row = word < tl.where(copied, FIRST + SECOND, 0)
+        tl.store(host + target, tl.load(device + source, mask=in_row, other=0), mask=in_row)
         item += tl.num_programs(0)
 
 
@@ -80,9 +75,10 @@ def scatter(
 
     Args:
         device: uint8 [layers, num_device_pages, page_bytes].
-        host: uint8 [layers, num_host_pages, page_bytes]; mutated. Pinned CPU memory, or on ``device``'s device.
+        host: uint8 [layers, num_host_pages, page_bytes]; mutated. Pinned CPU memory, or on the same device.
         rows: int32 [n] device rows. A negative or too large one is skipped.
-        slots: int32 [n] host slots, all different. One below ``page_size`` (null page) or too large is skipped.
+        slots: int32 [n] host slots, all different. One below ``page_size`` (null page) or too large is
+            skipped.
         fmt: byte layout of both pools.
         backend: see `backend.choose`.
 

@@ -6,6 +6,7 @@ address, so launches can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,9 +45,8 @@ class Tables(NamedTuple):
         num_host_pages = self.resident_page.numel()
         pages = self.page_table
         if pages.numel() and (int(pages.min()) < 0 or int(pages.max()) >= num_host_pages):
-            _fail(
-                f"page_table spans {int(pages.min())}..{int(pages.max())}, host pages are 0..{num_host_pages - 1}"
-            )
+            spread = f"{int(pages.min())}..{int(pages.max())}"
+            _fail(f"page_table spans {spread}, host pages are 0..{num_host_pages - 1}")
         if num_host_pages and int(self.resident_page[0]) != 0:
             _fail(f"the null page is resident on device page {int(self.resident_page[0])}")
         has_page = self.hot_pages != 0
@@ -63,9 +63,9 @@ class Tables(NamedTuple):
 
 
 class HotState(NamedTuple):
-    """What the hot rows of one index group hold. ``keys`` int32 [R, H]: slot of each hot row, -1 empty. ``lru``
-    int16 [R, H]: hot rows, oldest first. ``positions`` int32 [R, H]: position under which the key was loaded,
-    -1 empty. A stack for G groups has a leading dimension G."""
+    """What the hot rows of one index group hold. ``keys`` int32 [R, H]: slot of each hot row, -1 empty.
+    ``lru`` int16 [R, H]: hot rows, oldest first. ``positions`` int32 [R, H]: position under which the key was
+    loaded, -1 empty. A stack for G groups has a leading dimension G."""
 
     keys: torch.Tensor
     lru: torch.Tensor
@@ -115,10 +115,11 @@ class HotState(NamedTuple):
             _fail(f"slots {ordered[:, 1:][repeated].tolist()} are held by two hot rows of a request")
 
 
-class CopyPlan(NamedTuple):
-    """Rows to copy host to device. ``slots`` and ``rows`` int32 [capacity]: source slot (-1: write a zero row)
-    and destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts`` and
-    ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
+@dataclass(frozen=True)
+class CopyPlan:
+    """Rows to copy host to device. ``slots`` and ``rows`` int32 [capacity]: source slot (-1: write a zero
+    row) and destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts``
+    and ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
 
     slots: torch.Tensor
     rows: torch.Tensor
@@ -139,7 +140,7 @@ class CopyPlan(NamedTuple):
         return list(zip(self.slots[start:stop].tolist(), self.rows[start:stop].tolist(), strict=True))
 
     def check_integrity(self, batch: int) -> None:
-        """Raise RuntimeError unless the ranges of the first ``batch`` rows tile the list and no row is written twice."""
+        """Raise RuntimeError unless the ranges of the batch tile the list and no row is written twice."""
         count = int(self.count)
         ranges = sorted(zip(self.starts[:batch].tolist(), self.counts[:batch].tolist(), strict=True))
         end = 0
@@ -155,9 +156,9 @@ class CopyPlan(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Work space shared by all groups, zero between launches (``prefix`` and ``order`` excepted). ``stamps`` int32
-    [max_batch, max_pages * P], ``bitmap`` and ``prefix`` int32 [max_batch, ceil(max_pages * P / 32)], ``order``
-    int16 [max_batch, H], ``cursor`` int64 [1]. One launch at a time may use it."""
+    """Work space shared by all groups, zero between launches (``prefix`` and ``order`` excepted). ``stamps``
+    int32 [max_batch, max_pages * P], ``bitmap`` and ``prefix`` int32 [max_batch, ceil(max_pages * P / 32)],
+    ``order`` int16 [max_batch, H], ``cursor`` int64 [1]. One launch at a time may use it."""
 
     stamps: torch.Tensor
     bitmap: torch.Tensor

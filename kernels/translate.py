@@ -36,9 +36,8 @@ def _translate_kernel(
     page = tl.where(found, slot // P, 0)
     offset = tl.where(found, slot % P, 0)
     if BY_POSITION:
-        request = tl.load(request_rows + (index // columns) * requests_stride, mask=inside, other=-1).to(
-            tl.int64
-        )
+        request = tl.load(request_rows + (index // columns) * requests_stride, mask=inside, other=-1)
+        request = request.to(tl.int64)
         found &= (request >= 0) & (request < max_requests) & (page < max_pages)
         where = tl.where(found, request * table_stride + page * table_column_stride, 0)
         page = tl.load(page_table + where, mask=found, other=0).to(tl.int64)
@@ -85,8 +84,8 @@ def translate(
     """Device row of each slot, -1 where it has none. Mutates nothing.
 
     Args:
-        slots: int32 or int64, any shape: slots; with ``page_table`` positions [B, n]. Negative or out of range
-            gives -1. Slots of page 0 (null) map to device page 0.
+        slots: int32 or int64, any shape: slots; with ``page_table`` positions [B, n]. Negative or out of
+            range gives -1. Slots of page 0 (null) map to device page 0.
         resident_page: int32 [num_host_pages].
         page_size: rows a page.
         page_table: int32 [R, max_pages], makes the input positions; a page entry 0 gives -1.
@@ -103,11 +102,10 @@ def translate(
         raise ValueError("page_table and request_rows must be given together; pass both or neither")
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size={page_size} must be a power of two; use 64")
-    by_position = page_table is not None and request_rows is not None
-    shape = (None, None) if by_position else tuple(slots.shape)
+    shape = tuple(slots.shape) if page_table is None else (None, None)
     check_tensor("slots", slots, (torch.int32, torch.int64), shape)
     check_tensor("resident_page", resident_page, torch.int32, (None,), slots.device)
-    if by_position:
+    if page_table is not None and request_rows is not None:
         check_tensor("page_table", page_table, torch.int32, (None, None), slots.device)
         check_tensor("request_rows", request_rows, torch.int32, (slots.shape[0],), slots.device)
     if slots.numel() == 0:
@@ -116,8 +114,8 @@ def translate(
         return translate_reference(slots, resident_page, page_size, page_table, request_rows)
     flat = slots.contiguous()
     out = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
-    table = page_table if by_position else resident_page[None]
-    requests = request_rows if by_position else resident_page
+    table = resident_page[None] if page_table is None else page_table
+    requests = resident_page if request_rows is None else request_rows
     launch(
         _translate_kernel,
         (-(-slots.numel() // BLOCK),),
@@ -135,7 +133,7 @@ def translate(
         *table.stride(),
         requests.stride(0),
         P=page_size,
-        BY_POSITION=by_position,
+        BY_POSITION=page_table is not None,
         BLOCK=BLOCK,
         num_warps=4,
     )
