@@ -1,0 +1,135 @@
+"""The settings of a pool, checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVE_TAIL_PAGES = 2
+"""Pages at the end of a running request that are never unpinned (rule 4)."""
+
+MAX_HOT_ROWS = 32768
+"""Hot rows a request: the order is kept in int16."""
+
+KERNELS = ("auto", "triton", "reference", "interpreter")
+EVICTION_POLICIES = ("lru", "lfu")
+
+
+@dataclass(frozen=True)
+class HiSparseConfig:
+    """Sizes and policies of one pool. Every field is checked; a bad one raises ``ValueError``.
+
+    Args:
+        top_k: positions that the indexer selects for one query row.
+        context_len: most tokens a request may hold, prompt and answer together.
+        host_pages: pages of the host pool, page 0 (the null page) included.
+        device_pages: pages of the device pool, page 0 included.
+        device_buffer_size: hot rows of one request; None means twice what one step can select,
+            rounded up to whole pages.
+        query_rows: query rows of a request in one decode step (1, or drafts + 1).
+        max_requests: most requests that run at the same time.
+        eager_host_mirror: copy the rows of every step to the host at its end, so that spilling a
+            sealed page moves no bytes. False copies whole pages once they are sealed.
+        max_spill_pages: most pages that one step may start to spill; None means one context.
+        admission_window: most prompt tokens that may be admitted and not yet prefilled; one prompt is
+            always let in. None sets no limit besides the device pool.
+        eviction_policy: which unlocked prefix leaves the tree first, "lru" or "lfu".
+        kernels: "auto" picks by device; "triton", "reference" and "interpreter" force one backend.
+        kv_events: record stored / removed / cleared events.
+        poison: fill each device page with 0xFF bytes (NaN in every float format) when it is handed
+            out, so that a read of bytes nobody wrote is seen. For tests and demonstrations.
+    """
+
+    top_k: int
+    context_len: int
+    host_pages: int
+    device_pages: int
+    device_buffer_size: int | None = None
+    query_rows: int = 1
+    max_requests: int = 64
+    eager_host_mirror: bool = True
+    max_spill_pages: int | None = None
+    admission_window: int | None = None
+    eviction_policy: str = "lru"
+    kernels: str = "auto"
+    kv_events: bool = False
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("top_k", "context_len", "query_rows", "max_requests"):
+            _check_whole(field, getattr(self, field), 1)
+        for field in ("max_spill_pages", "admission_window", "device_buffer_size"):
+            if getattr(self, field) is not None:
+                _check_whole(field, getattr(self, field), 1)
+        _check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
+        _check_choice("kernels", self.kernels, KERNELS)
+        for field in ("host_pages", "device_pages"):
+            _check_whole(field, getattr(self, field), 2)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A configuration counted in pages. ``ValueError`` where the two do not fit each other."""
+
+    page_size: int
+    hot_rows: int
+    hot_pages: int  # device pages of one hot region
+    context_pages: int  # pages of the longest request
+    transition_watermark: int  # free device pages below which requests are given hot regions
+    spill_budget: int  # most pages one step may start to spill
+
+    @classmethod
+    def of(cls, config: HiSparseConfig, page_size: int) -> Sizes:
+        _check_whole("page_size", page_size, 1)
+        if page_size & (page_size - 1):
+            raise ValueError(f"page_size is {page_size}, it must be a power of two: use 16, 32 or 64")
+        hot_rows = _hot_rows(config, page_size)
+        hot_pages = hot_rows // page_size
+        context_pages = -(-config.context_len // page_size)
+        least = 2 * hot_pages + ACTIVE_TAIL_PAGES + 2
+        if config.device_pages < least:
+            raise ValueError(
+                f"device_pages is {config.device_pages}, the limit is {least}: the null page, a request of "
+                f"up to {hot_pages} + {ACTIVE_TAIL_PAGES} + 1 resident pages and the {hot_pages} pages of "
+                "the hot region that takes its place. Raise device_pages or lower device_buffer_size"
+            )
+        return cls(
+            page_size=page_size,
+            hot_rows=hot_rows,
+            hot_pages=hot_pages,
+            context_pages=context_pages,
+            transition_watermark=max(hot_pages, config.device_pages // 10),
+            spill_budget=config.max_spill_pages or context_pages,
+        )
+
+
+def _hot_rows(config: HiSparseConfig, page_size: int) -> int:
+    least = config.query_rows * config.top_k
+    rows = config.device_buffer_size
+    if rows is None:
+        rows = -(-2 * least // page_size) * page_size
+    if rows < least:
+        raise ValueError(
+            f"device_buffer_size is {rows}, one step can select query_rows x top_k = "
+            f"{config.query_rows} x {config.top_k} = {least} rows: set it to at least {least}"
+        )
+    if rows > MAX_HOT_ROWS:
+        raise ValueError(
+            f"device_buffer_size is {rows}, the limit is {MAX_HOT_ROWS} (the order is int16): "
+            "lower device_buffer_size, query_rows or top_k"
+        )
+    if rows % page_size:
+        raise ValueError(
+            f"device_buffer_size is {rows}, it must be a multiple of page_size {page_size}: "
+            f"use {-(-rows // page_size) * page_size}"
+        )
+    return rows
+
+
+def _check_whole(field: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{field} is {value!r}, it must be a whole number of at least {least}")
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field} is {value!r}: use one of {', '.join(choices)}")

@@ -1,0 +1,373 @@
+"""The page life cycle of all requests: admission, growth, pressure, publication. Imports no torch.
+
+Every decision is a function of the calls made and of the completed transfers, so ranks that see the same of
+both decide alike (rule 8).
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+
+from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
+from hisparse_sgl.mem_pool.leases import DeviceLeases
+from hisparse_sgl.metrics import Counters
+from hisparse_sgl.pages import Pages, PageState
+from hisparse_sgl.radix.events import EventLog
+from hisparse_sgl.radix.gate import PublicationGate
+from hisparse_sgl.radix.page_hash import ExtraKey, PageHasher, TokenIds
+from hisparse_sgl.radix.tree import Match, PrefixTree
+from hisparse_sgl.requests import Admission, Deferred, Deltas, Request
+from hisparse_sgl.residency import Residency
+from hisparse_sgl.transfer_queue import TransferQueue
+
+
+class Coordinator:
+    """Owns the requests; ``pages``, ``residency``, ``tree`` and ``gate`` own the rest of the state."""
+
+    def __init__(
+        self,
+        config: HiSparseConfig,
+        page_size: int,
+        transfers: TransferQueue,
+        counters: Counters | None = None,
+        extent_pages: int = 1,
+        on_lease: Callable[[list[int]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.sizes = Sizes.of(config, page_size)
+        self.page_size = page_size
+        self.counters = counters or Counters()
+        self.transfers = transfers
+        self.allocator = TokenToKVAllocator(config.host_pages, page_size, extent_pages)
+        self.leases = DeviceLeases(config.device_pages, config.host_pages)
+        self.pages = Pages(
+            self.allocator,
+            self.leases,
+            transfers,
+            self.counters,
+            config.host_pages,
+            config.eager_host_mirror,
+            on_lease,
+            clock,
+        )
+        self.deltas = Deltas()
+        self.residency = Residency(self.pages, self.leases, self.sizes, self.deltas)
+        self.events = EventLog(enabled=config.kv_events)
+        self.tree = PrefixTree(
+            page_size, config.eviction_policy, is_resident=self.leases.is_resident, events=self.events
+        )
+        self.gate = PublicationGate(
+            self.tree, self.pages.is_durable, lambda page: self.allocator.share([page])
+        )
+        self.requests: dict[str, Request] = {}
+        self.free_rows = list(range(config.max_requests))
+        self.num_admitted = 0
+
+    def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
+        """Let a request in with its longest durable prefix, pinned.
+
+        The prefix is whole pages and leaves at least one token to compute. Those that are not on the
+        device start to be restored; ``extend`` is deferred until they are.
+        """
+        if rid in self.requests:
+            raise ValueError(
+                f"rid {rid!r} is running already: finish, abort or retract it, or use another id"
+            )
+        self._check_prompt(len(token_ids))
+        hasher = PageHasher(self.page_size, extra_key)
+        hasher.extend(token_ids)
+        outcome = self._try_admit(rid, hasher)
+        for _ in range(0 if self.requests else len(self.pages.flights)):
+            if isinstance(outcome, Admission) or not self.wait():
+                break  # else nothing runs that could give pages back, besides the copies in flight
+            outcome = self._try_admit(rid, hasher)
+        if isinstance(outcome, Deferred):
+            self.counters.deferred_admissions += 1
+        else:
+            self.counters.prefix_query_tokens += len(token_ids)
+            self.counters.prefix_hit_tokens += outcome.cached_tokens
+        return outcome
+
+    def extend(self, rid: str, n: int) -> list[int] | Deferred:
+        """Slots for the next ``n`` tokens; new pages are leased resident. Deferred changes nothing."""
+        request = self.request(rid)
+        if n < 1 or request.num_tokens + n > self.config.context_len:
+            raise ValueError(
+                f"n is {n} for rid {rid!r} with {request.num_tokens} tokens, the limit is "
+                f"{self.config.context_len - request.num_tokens} (context_len {self.config.context_len}): "
+                "finish the request or raise context_len"
+            )
+        reason = self._unready(request) or self._cannot_grow(request, n)
+        for _ in range(len(self.pages.flights)):
+            if reason not in ("host pages", "device pages") or not self.wait():
+                break
+            reason = self._unready(request) or self._cannot_grow(request, n)
+        if reason:
+            return Deferred(reason)
+        if request.num_tokens % self.page_size:
+            last = request.pages[-1]
+            if self.pages.states[last] is not PageState.DIRTY:
+                self.pages.reopen(last)
+        held = len(request.pages)
+        slots = self.allocator.extend(request.pages, request.num_tokens, n)
+        assert slots is not None
+        request.num_tokens += n
+        self.residency.open_pages(request, held)
+        if len(request.pages) > held:
+            self.deltas.page_runs.append((request.row, held, request.pages[held:]))
+        return slots
+
+    def append_tokens(self, rid: str, token_ids: TokenIds) -> None:
+        """Tell which tokens follow the ones known so far: a page is published once its tokens are known."""
+        request = self.request(rid)
+        known = request.hasher.num_tokens + len(token_ids)
+        if known > self.config.context_len:
+            raise ValueError(
+                f"token_ids brings rid {rid!r} to {known} tokens, the limit is context_len "
+                f"{self.config.context_len}: finish the request or raise context_len"
+            )
+        request.hasher.extend(token_ids)
+
+    def rewind(self, rid: str, num_tokens: int) -> None:
+        """Take back all tokens after the first ``num_tokens``: rejected drafts, or rows to be written again.
+
+        Published tokens cannot be taken back. The hot copies of the slots taken back are invalidated.
+        """
+        request = self.request(rid)
+        least = max(1, request.publication.published * self.page_size)
+        if not least <= num_tokens <= request.num_tokens:
+            raise ValueError(
+                f"num_tokens is {num_tokens} for rid {rid!r}, it must be between {least} (published) and "
+                f"{request.num_tokens} (tokens it has)"
+            )
+        if request.hot_pages:
+            taken = range(num_tokens, request.num_tokens)
+            self.deltas.rewritten += [(request.row, self._slot(request, p)) for p in taken]
+        request.num_tokens = num_tokens
+        request.num_settled = min(request.num_settled, num_tokens)
+        if request.hasher.num_tokens > num_tokens:
+            request.hasher.truncate(num_tokens)
+        kept = -(-num_tokens // self.page_size)
+        gone = self.residency.cut(request, kept)
+        if gone:
+            self.deltas.page_runs.append((request.row, kept, [0] * len(gone)))
+        self.pages.free(gone)
+
+    def step_done(self, written: Sequence[tuple[Request, int]]) -> None:
+        """A forward is over: of each request, the rows of its first ``int`` tokens are written.
+
+        Requests that have ended since are passed over.
+        """
+        mirrored: list[int] = []
+        for request, num_tokens in written:
+            if self.requests.get(request.rid) is request:
+                mirrored += self._settle(request, min(num_tokens, request.num_tokens))
+        if self.config.eager_host_mirror:
+            self.pages.mirror(mirrored, self.page_size)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take in completed transfers, start spills, publish what is durable, yield if few pages are free."""
+        self.pages.land(self.transfers.poll())
+        self._advance()
+
+    def wait(self) -> bool:
+        """Block for the oldest transfer in flight. False if there is none."""
+        if not self.pages.flights:
+            return False
+        self.pages.land(self.transfers.wait())
+        self._advance()
+        return True
+
+    def finish(self, rid: str) -> None:
+        """The request is complete. Its whole pages are published, now or when their copies are through."""
+        request = self.request(rid)
+        sealed = request.num_settled // self.page_size
+        unsettled = any(self.pages.is_unsettled(page) for page in request.pages[:sealed])
+        kept = 0
+        if self.gate.finish(request.publication, sealed, waiting=unsettled):
+            self.counters.detached_publications += 1
+            kept = len(request.publication.pages)
+        self._leave(request)
+        self.pages.free(request.pages[kept:])
+
+    def retract(self, rid: str) -> None:
+        """Take a running request back. Its durable prefix is published: its next admission finds it."""
+        request = self.request(rid)
+        self.gate.advance(request.publication, request.num_settled // self.page_size)
+        self.counters.retractions += 1
+        self._drop(request)
+
+    def abort(self, rid: str) -> None:
+        """End a request whose result nobody wants; nothing more of it is published."""
+        self._drop(self.request(rid))
+
+    def flush(self) -> None:
+        """Forget every prefix. Running requests go on, with empty hot regions, and are not published."""
+        flushed = self.gate.flush()
+        self.pages.free(flushed.tree_pages)
+        for publication in flushed.detached:
+            self.pages.free(publication.pages)
+        for request in self.requests.values():
+            if request.hot_pages:
+                self.deltas.hot_regions[request.row] = request.hot_pages
+
+    def take_deltas(self) -> Deltas:
+        """What the device tables must learn before the next forward."""
+        return self.deltas.take(self.leases.take_deltas())
+
+    def request(self, rid: str) -> Request:
+        """The running request of that id; ``ValueError`` if there is none."""
+        if rid not in self.requests:
+            raise ValueError(
+                f"rid {rid!r} is not running: it was never admitted, or it has ended. Admit it first"
+            )
+        return self.requests[rid]
+
+    def _check_prompt(self, prompt_tokens: int) -> None:
+        if not 1 <= prompt_tokens <= self.config.context_len:
+            raise ValueError(
+                f"token_ids holds {prompt_tokens} tokens, it must be between 1 and context_len "
+                f"{self.config.context_len}: shorten the prompt or raise context_len"
+            )
+        pages = -(-prompt_tokens // self.page_size)
+        limit = min(self.config.device_pages - 1 - self.sizes.hot_pages, self.config.host_pages - 1)
+        if pages > limit:
+            raise ValueError(
+                f"token_ids holds {prompt_tokens} tokens = {pages} pages, the limit of this pool is {limit}: "
+                f"a prompt lies whole on the device beside one hot region ({self.sizes.hot_pages} of "
+                f"{self.config.device_pages - 1} device pages) and whole in the host pool "
+                f"({self.config.host_pages - 1} pages). Raise device_pages or host_pages"
+            )
+
+    def _try_admit(self, rid: str, hasher: PageHasher) -> Admission | Deferred:
+        match = self.tree.match(hasher.hashes[: (hasher.num_tokens - 1) // self.page_size])
+        self.tree.lock(match.node)
+        try:
+            reason = self._lacks(match, hasher.num_tokens)
+            if reason:
+                return Deferred(reason)
+            num_resident = sum(map(self.leases.is_resident, match.pages))
+            request = self._enter(rid, hasher, match)
+            return Admission(request.num_tokens, num_resident * self.page_size)
+        finally:
+            self.tree.unlock(match.node)
+
+    def _lacks(self, match: Match, prompt_tokens: int) -> str | None:
+        """What an admission lacks; None if it can be let in. May evict prefixes and give hot regions."""
+        if not self.free_rows:
+            return "request rows"
+        total = -(-prompt_tokens // self.page_size)
+        unsettled = [r.prompt_tokens for r in self.requests.values() if r.prefilling]
+        window = self.config.admission_window
+        if window is not None and unsettled and sum(unsettled) + prompt_tokens > window:
+            return "admission window"
+        new = total - len(match.pages)
+        if not self._make_host_room(new):
+            return "host pages"
+        # Room for one more hot region and a page for each request keeps the running ones going.
+        spare = self.sizes.hot_pages + len(self.requests)
+        while True:  # giving hot regions can unpin or reuse pages of this very prefix
+            target = new + self.residency.cost(match.pages) + spare
+            if self.residency.available >= target:
+                return None
+            if not self.residency.relieve(target, self.requests.values()):
+                return "device pages"
+
+    def _make_host_room(self, pages: int) -> bool:
+        def missing() -> int:
+            return pages + self.residency.promised - self.allocator.num_free
+
+        while missing() > 0 and self.tree.num_evictable:
+            self.pages.free(self.tree.evict(missing()))
+        return missing() <= 0
+
+    def _enter(self, rid: str, hasher: PageHasher, match: Match) -> Request:
+        pages = list(match.pages)
+        cached = len(pages) * self.page_size
+        request = Request(
+            rid=rid,
+            row=heapq.heappop(self.free_rows),
+            order=self.num_admitted,
+            prompt_tokens=hasher.num_tokens,
+            hasher=hasher,
+            publication=self.gate.open(rid, pages, hasher, match),
+            pages=pages,
+            num_tokens=cached,
+            num_settled=cached,
+            pin_start=len(pages),
+            promised=-(-hasher.num_tokens // self.page_size) - len(pages),
+        )
+        self.num_admitted += 1
+        self.requests[rid] = request
+        self.allocator.share(pages)
+        self.residency.promised += request.promised
+        self.residency.pin(request)
+        self.deltas.page_runs.append((request.row, 0, list(pages)))
+        return request
+
+    def _unready(self, request: Request) -> str | None:
+        if self.residency.is_ready(request):
+            return None
+        self.collect()
+        if self.residency.is_ready(request):
+            return None
+        first = self.residency.first_needed(request)
+        needed = self.residency.cost(request.pages[first : request.pin_start])
+        if not self.residency.relieve(needed, self.requests.values()):
+            return "device pages"
+        self.residency.pin(request)
+        return None if self.residency.is_ready(request) else "restoring"
+
+    def _cannot_grow(self, request: Request, n: int) -> str | None:
+        needed = self.allocator.pages_needed(request.num_tokens, n, len(request.pages))
+        extra = max(0, needed - request.promised)
+        if extra == 0 and min(self.leases.num_free, self.allocator.num_free) >= needed:
+            return None
+        if not self._make_host_room(extra):
+            return "host pages"
+        # Yield before the last pages go: a hot region can only be given while one still fits.
+        self.residency.relieve(extra + self.sizes.transition_watermark, self.requests.values())
+        return "device pages" if self.residency.available < extra else None
+
+    def _slot(self, request: Request, position: int) -> int:
+        return request.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _settle(self, request: Request, end: int) -> list[int]:
+        """Seal the pages that the step filled; answers the slots whose rows are mirrored one by one."""
+        start = request.num_settled
+        request.num_settled = max(start, end)
+        mirrored: list[int] = []
+        for index in range(start // self.page_size, -(-end // self.page_size)):
+            page, first = request.pages[index], index * self.page_size
+            low, high = max(start, first), min(end, first + self.page_size)
+            if high - low == self.page_size:
+                self.pages.unmirrored.add(page)  # written in one go: one page copy instead of many rows
+            else:
+                mirrored += range(page * self.page_size + low - first, page * self.page_size + high - first)
+            if high == first + self.page_size:
+                self.pages.seal(page)
+        return mirrored
+
+    def _advance(self) -> None:
+        self.pages.spill(self.sizes.spill_budget)
+        for request in self.requests.values():
+            self.gate.advance(request.publication, request.num_settled // self.page_size)
+        for publication in self.gate.advance_detached():
+            self.pages.free(publication.pages)
+        self.residency.relieve(self.sizes.transition_watermark, self.requests.values())
+
+    def _leave(self, request: Request) -> None:
+        self.residency.release(request)
+        self.deltas.page_runs.append((request.row, 0, [0] * len(request.pages)))
+        del self.requests[request.rid]
+        heapq.heappush(self.free_rows, request.row)
+
+    def _drop(self, request: Request) -> None:
+        self.gate.cancel(request.publication)
+        self._leave(request)
+        self.pages.free(request.pages)

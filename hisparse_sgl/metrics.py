@@ -1,0 +1,126 @@
+"""What a pool counts, under the Prometheus names of design.md section 9."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hisparse_sgl.coordinator import Coordinator
+
+SECONDS_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Seconds in buckets: ``counts[i]`` of them up to ``SECONDS_BUCKETS[i]`` and above the bucket before."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BUCKETS) + 1))
+    total: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
+        self.total += seconds
+
+
+@dataclass(slots=True)
+class Counters:
+    """Everything a pool counts; each only grows. ``swapped_in_bytes`` are part of the bytes to the device."""
+
+    hot_hits: int = 0
+    hot_lookups: int = 0
+    resident_rows: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    restored_bytes: int = 0
+    swapped_in_bytes: int = 0
+    device_to_host_bytes: int = 0
+    pages_spilled: int = 0
+    pages_restored: int = 0
+    pages_unpinned: int = 0
+    pages_reused: int = 0
+    pages_adopted: int = 0
+    spill_failures: int = 0
+    restore_failures: int = 0
+    deferred_admissions: int = 0
+    retractions: int = 0
+    detached_publications: int = 0
+    audit_mismatches: int = 0
+
+    @property
+    def hot_misses(self) -> int:
+        return self.hot_lookups - self.hot_hits
+
+    @property
+    def host_to_device_bytes(self) -> int:
+        """Bytes of restored pages and of rows swapped in."""
+        return self.restored_bytes + self.swapped_in_bytes
+
+
+class Metric(NamedTuple):
+    """One Prometheus series; a histogram's value is a ``Histogram``."""
+
+    name: str
+    kind: str  # "counter", "gauge" or "histogram"
+    labels: dict[str, str]
+    value: int | Histogram
+
+
+def snapshot(counters: Counters, coordinator: Coordinator) -> list[Metric]:
+    """All series of a pool."""
+    named = {f.name: getattr(counters, f.name) for f in fields(counters)}
+    named["host_to_device_bytes"] = counters.host_to_device_bytes
+    series = [Metric(f"hisparse:{name}_total", "counter", {}, value) for name, value in named.items()]
+    gauges = {
+        "device_pages": ("state", _device_pages(coordinator)),
+        "host_pages": ("state", _host_pages(coordinator)),
+        "requests": ("mode", _modes(coordinator)),
+    }
+    for name, (label, values) in gauges.items():
+        series += [Metric(f"hisparse:{name}", "gauge", {label: k}, v) for k, v in values.items()]
+    pages = coordinator.pages
+    pending = len(pages.to_spill) + len(pages.spill_ids)
+    series.append(Metric("hisparse:pending_spills", "gauge", {}, pending))
+    series.append(Metric("hisparse:spill_seconds", "histogram", {}, pages.spill_seconds))
+    series.append(Metric("hisparse:restore_seconds", "histogram", {}, pages.restore_seconds))
+    return series
+
+
+def _device_pages(coordinator: Coordinator) -> dict[str, int]:
+    leases, pages = coordinator.leases, coordinator.pages
+    counts = Counter(
+        pages.states[page].value for page in range(len(leases.resident_page)) if leases.is_pinned(page)
+    )
+    return {
+        "free": leases.pool.num_truly_free,
+        "unpinned": leases.pool.num_unpinned,
+        "hot": len(leases.hot),
+        "dirty": counts["dirty"],
+        "spilling": counts["spilling"],
+        "clean": counts["durable"],
+        "restoring": counts["restoring"],
+    }
+
+
+def _host_pages(coordinator: Coordinator) -> dict[str, int]:
+    free = coordinator.allocator.num_free
+    evictable = coordinator.tree.num_evictable
+    return {
+        "free": free,
+        "evictable": evictable,
+        "in_use": coordinator.config.host_pages - 1 - free - evictable,
+    }
+
+
+def _modes(coordinator: Coordinator) -> dict[str, int]:
+    counts = {"resident": 0, "hybrid": 0, "hot": 0}
+    for request in coordinator.requests.values():
+        if not request.hot_pages:
+            counts["resident"] += 1
+        elif any(coordinator.leases.is_resident(page) for page in request.pages[: request.pin_start]):
+            counts["hybrid"] += 1
+        else:
+            counts["hot"] += 1
+    return counts

@@ -1,0 +1,232 @@
+"""The life of a page (design.md section 3): written, spilled, durable, restored, freed."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
+from hisparse_sgl.mem_pool.leases import DeviceLeases
+from hisparse_sgl.metrics import Counters, Histogram
+from hisparse_sgl.transfer_queue import Completion, PageCopy, TransferQueue
+
+
+class PageState(Enum):
+    """Where the bytes of a host page are. Pinned, unpinned and host-only pages are all ``DURABLE``."""
+
+    EMPTY = "empty"
+    DIRTY = "dirty"
+    SPILLING = "spilling"
+    DURABLE = "durable"
+    RESTORING = "restoring"
+
+
+@dataclass(slots=True)
+class Flight:
+    """One transfer that is not over; it holds a host reference and a device pin of each page."""
+
+    kind: str
+    pages: list[int]
+    started: float
+
+
+class Pages:
+    """States of all host pages and the transfers that change them.
+
+    Pins of a device page, all counted by ``leases``: one for each running request that needs it, one while
+    the page is not durable, one for each transfer in flight. The last one to go unpins the page.
+    """
+
+    def __init__(
+        self,
+        allocator: TokenToKVAllocator,
+        leases: DeviceLeases,
+        transfers: TransferQueue,
+        counters: Counters,
+        num_pages: int,
+        eager_host_mirror: bool,
+        on_lease: Callable[[list[int]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.allocator = allocator
+        self.leases = leases
+        self.transfers = transfers
+        self.counters = counters
+        self.eager_host_mirror = eager_host_mirror
+        self.on_lease = on_lease
+        self.clock = clock
+        self.states = [PageState.EMPTY] * num_pages
+        self.unmirrored: set[int] = set()  # dirty pages of which the host lacks rows
+        self.to_spill: OrderedDict[int, None] = OrderedDict()  # sealed dirty pages
+        self.spill_ids: dict[int, int] = {}  # spilling page -> the transfer that makes it durable
+        self.flights: dict[int, Flight] = {}
+        self.peak_in_use = 0
+        self.spill_seconds = Histogram()
+        self.restore_seconds = Histogram()
+
+    def is_durable(self, page: int) -> bool:
+        return self.states[page] in (PageState.DURABLE, PageState.RESTORING)
+
+    def is_unsettled(self, page: int) -> bool:
+        """The page will be durable once its copies are through."""
+        return page in self.to_spill or page in self.spill_ids
+
+    def open(self, page: int) -> None:
+        """Lease a device page for the first write to an empty host page."""
+        assert self.states[page] is PageState.EMPTY, (page, self.states[page])
+        self.peak_in_use = max(self.peak_in_use, len(self.states) - 1 - self.allocator.num_free)
+        self.lease(page)
+        self._soil(page)
+
+    def lease(self, page: int, readable: bool = True) -> int:
+        """A resident device page for a host page, with one pin."""
+        device_page = self.leases.lease_resident(page, readable)
+        if self.on_lease:
+            self.on_lease([device_page])
+        return device_page
+
+    def lease_hot(self, n: int) -> list[int]:
+        """Device pages for a hot region."""
+        device_pages = self.leases.lease_hot(n)
+        if self.on_lease:
+            self.on_lease(device_pages)
+        return device_pages
+
+    def reopen(self, page: int) -> None:
+        """Rows of a resident page are going to be written again (a rewind): it is not durable any more."""
+        assert self.leases.is_resident(page), page
+        if self.states[page] is PageState.DURABLE:
+            self.leases.pin(page)
+        self.spill_ids.pop(page, None)
+        self.to_spill.pop(page, None)
+        self._soil(page)
+
+    def _soil(self, page: int) -> None:
+        self.states[page] = PageState.DIRTY
+        if not self.eager_host_mirror:
+            self.unmirrored.add(page)
+
+    def seal(self, page: int) -> None:
+        """All rows of a dirty page are written; it will be spilled."""
+        assert self.states[page] is PageState.DIRTY, (page, self.states[page])
+        self.to_spill[page] = None
+
+    def mirror(self, slots: list[int], page_size: int) -> None:
+        """Copy freshly written rows of resident pages to the host."""
+        if not slots:
+            return
+        pages = list(dict.fromkeys(slot // page_size for slot in slots))
+        rows = [self.leases.device_page_of(s // page_size) * page_size + s % page_size for s in slots]
+        self._take_off("mirror", pages, self.transfers.mirror(slots, rows))
+
+    def spill(self, budget: int) -> None:
+        """Start to copy up to ``budget`` sealed dirty pages to the host, oldest first, in one transfer."""
+        pages = [self.to_spill.popitem(last=False)[0] for _ in range(min(budget, len(self.to_spill)))]
+        if not pages:
+            return
+        copies = [PageCopy(p, self.leases.device_page_of(p), p in self.unmirrored) for p in pages]
+        transfer_id = self.transfers.spill(copies)
+        for page in pages:
+            self.states[page] = PageState.SPILLING
+            self.spill_ids[page] = transfer_id
+            self.unmirrored.discard(page)
+        self._take_off("spill", pages, transfer_id)
+
+    def restore(self, pages: list[int]) -> None:
+        """Lease device pages for durable host-only pages and start to copy them, in one transfer."""
+        if not pages:
+            return
+        copies = []
+        for page in pages:
+            assert self.states[page] is PageState.DURABLE, (page, self.states[page])
+            copies.append(PageCopy(page, self.lease(page, readable=False)))
+            self.states[page] = PageState.RESTORING
+        # The lease's own pin is the one that the transfer holds.
+        self._take_off("restore", pages, self.transfers.restore(copies), pin=False)
+
+    def _take_off(self, kind: str, pages: list[int], transfer_id: int, pin: bool = True) -> None:
+        self.allocator.share(pages)
+        if pin:
+            for page in pages:
+                self.leases.pin(page)
+        self.flights[transfer_id] = Flight(kind, pages, self.clock())
+
+    def land(self, completions: Iterable[Completion]) -> None:
+        """Carry out what completed transfers mean for their pages."""
+        for transfer_id, ok in completions:
+            flight = self.flights.pop(transfer_id)
+            if flight.kind == "mirror":
+                self._land_mirror(flight, ok)
+            elif flight.kind == "spill":
+                self._land_spill(flight, transfer_id, ok)
+            else:
+                self._land_restore(flight, ok)
+
+    def _land_mirror(self, flight: Flight, ok: bool) -> None:
+        if not ok:
+            self.counters.spill_failures += 1
+            self.unmirrored.update(p for p in flight.pages if not self.is_durable(p))
+        self._let_go(flight.pages)
+
+    def _land_spill(self, flight: Flight, transfer_id: int, ok: bool) -> None:
+        self.counters.spill_failures += not ok
+        for page in flight.pages:
+            if self.spill_ids.get(page) != transfer_id:  # rewound meanwhile: the copy is out of date
+                if not ok:
+                    self.unmirrored.add(page)
+                continue
+            del self.spill_ids[page]
+            if ok and page not in self.unmirrored:
+                self.states[page] = PageState.DURABLE
+                self.counters.pages_spilled += 1
+                self.leases.unpin(page)
+            else:
+                self.states[page] = PageState.DIRTY
+                self.unmirrored.add(page)
+                self.to_spill[page] = None
+        if ok:
+            self.spill_seconds.observe(self.clock() - flight.started)
+        self._let_go(flight.pages)
+
+    def _land_restore(self, flight: Flight, ok: bool) -> None:
+        if ok:
+            self.restore_seconds.observe(self.clock() - flight.started)
+            for page in flight.pages:
+                self.states[page] = PageState.DURABLE
+                self.counters.pages_restored += 1
+                self.leases.make_readable(page)
+            self._let_go(flight.pages)
+            return
+        self.counters.restore_failures += 1
+        wanted = [p for p in flight.pages if self.leases.pins(p) > 1]
+        for page in set(flight.pages) - set(wanted):
+            self.states[page] = PageState.DURABLE
+            self.leases.drop(page)
+            self.free([page])
+        if wanted:
+            # The bytes go to the same device pages: requests that wait for them keep their pins.
+            copies = [PageCopy(p, self.leases.device_page_of(p)) for p in wanted]
+            self.flights[self.transfers.restore(copies)] = Flight("restore", wanted, self.clock())
+
+    def _let_go(self, pages: list[int]) -> None:
+        for page in pages:
+            self.leases.unpin(page)
+        self.free(pages)
+
+    def free(self, pages: list[int]) -> None:
+        """Drop one host reference of each page; a page nobody holds is empty and its device copy is gone."""
+        self.allocator.free(pages)
+        for page in pages:
+            if self.allocator.pool.ref_counts[page] == 0:
+                self._bury(page)
+
+    def _bury(self, page: int) -> None:
+        if self.leases.device_page_of(page):
+            self.leases.drop(page)
+        self.states[page] = PageState.EMPTY
+        self.unmirrored.discard(page)
+        self.to_spill.pop(page, None)
+        self.spill_ids.pop(page, None)

@@ -1,0 +1,316 @@
+"""The engine-neutral API: one object that owns the memory, the tables and the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from hisparse_sgl.audit import count_mismatches
+from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.coordinator import Coordinator
+from hisparse_sgl.integrity import check_integrity
+from hisparse_sgl.kernels.rows import row_view
+from hisparse_sgl.mem_pool.device_pool import DevicePool
+from hisparse_sgl.mem_pool.extents import extent_pages
+from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.layout import KVLayout
+from hisparse_sgl.metrics import Counters, Metric, snapshot
+from hisparse_sgl.radix.events import KVEvent
+from hisparse_sgl.radix.page_hash import ExtraKey, TokenIds
+from hisparse_sgl.requests import Admission, Deferred, Request
+from hisparse_sgl.runtime import STATS, Runtime
+from hisparse_sgl.transfers import Transfers
+
+
+class HiSparsePool:
+    """A host-backed KV pool with a prefix cache.
+
+    One step is ``extend`` for each request, ``begin_step``, the forward (``write`` and ``swap_in`` a layer),
+    ``step_done``. Every method raises ``ValueError`` after ``close``, for a request that is not running, and
+    for a value out of its limits; nothing is changed then.
+
+    Args:
+        layout: what the model keeps for each token.
+        config: sizes and policies.
+        device: where the device pool lies.
+        transfer_class: what moves bytes between the pools; tests put late and failing copies here.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        config: HiSparseConfig,
+        device: torch.device | str = "cpu",
+        transfer_class: type[Transfers] = Transfers,
+    ) -> None:
+        self.layout = layout
+        self.config = config
+        self.sizes = Sizes.of(config, layout.page_size)
+        self.closed = False
+        group = layout.host_group
+        if group.tokens_per_row != 1:
+            raise ValueError(
+                f"layout.tokens_per_row is {group.tokens_per_row} in group {group.name}, the limit is 1: "
+                "compressed rows are not served yet"
+            )
+        self.group_ids = {g.leader: i for i, g in enumerate(group.index_groups)}
+        backend = None if config.kernels == "auto" else config.kernels
+        self.device_pool = DevicePool(
+            layout, config.device_pages, config.host_pages, device, poison=config.poison
+        )
+        where = self.device_pool.buffer.device
+        self.host_pool = HostPool(layout, config.host_pages, pinned=where.type == "cuda")
+        try:
+            self._counters = Counters()
+            self.transfers = transfer_class(
+                self.host_pool, self.device_pool, group.row, self._counters, backend
+            )
+            self.runtime = Runtime(layout, config, self.sizes, self.host_pool, self.device_pool, backend)
+        except BaseException:
+            self.close()
+            raise
+        self.coordinator = Coordinator(
+            config,
+            layout.page_size,
+            self.transfers,
+            self._counters,
+            extent_pages=extent_pages(group.row.page_bytes),
+            on_lease=self.device_pool.poison_pages if config.poison else None,
+        )
+        self._step: list[tuple[Request, int]] = []
+
+    def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
+        """Let a request in with its longest durable prefix; at least one token is left to compute.
+
+        ``extra_key`` (LoRA id, tenant salt) separates prefixes: requests with different keys never share.
+        """
+        self._check_open()
+        return self.coordinator.admit(rid, token_ids, extra_key)
+
+    def extend(self, rid: str, n: int) -> torch.Tensor | Deferred:
+        """Slots int32 [n] on the device for the next ``n`` tokens of a request."""
+        self._check_open()
+        slots = self.coordinator.extend(rid, n)
+        if isinstance(slots, Deferred):
+            return slots
+        return torch.tensor(slots, dtype=torch.int32, device=self.device)
+
+    def append_tokens(self, rid: str, token_ids: TokenIds) -> None:
+        """Tell the pool which tokens were generated, so that their pages can be published."""
+        self._check_open()
+        self.coordinator.append_tokens(rid, token_ids)
+
+    def rewind(self, rid: str, num_tokens: int) -> None:
+        """Take back all tokens of a request after the first ``num_tokens`` (rejected drafts)."""
+        self._check_open()
+        self.coordinator.rewind(rid, num_tokens)
+
+    def begin_step(self, rids: Sequence[str], query_rows: int = 1) -> None:
+        """The batch of the next forward, in batch order; brings the device tables up to date.
+
+        The tokens that these requests have now are the ones that ``step_done`` counts as written.
+        """
+        self._check_open()
+        if len(set(rids)) != len(rids):
+            raise ValueError(f"rids {list(rids)} name a request twice: name each once")
+        if not 1 <= query_rows <= self.config.query_rows:
+            raise ValueError(
+                f"query_rows is {query_rows}, it must be between 1 and the pool's {self.config.query_rows}: "
+                "raise HiSparseConfig.query_rows"
+            )
+        requests = [self.coordinator.request(rid) for rid in rids]
+        if self._step:
+            raise ValueError("begin_step was called twice: call step_done after each forward")
+        self._apply()
+        self.runtime.set_batch([request.row for request in requests], query_rows)
+        self._step = [(request, request.num_tokens) for request in requests]
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows of new tokens to their resident pages.
+
+        Args:
+            layer: layer of the host-backed group.
+            slots: int32 [n] from ``extend``; slots of page 0 take padding.
+            rows: [n, row bytes] uint8, or any dtype of the same bytes a row.
+        """
+        self._check_open()
+        fmt = self.layout.host_group.row
+        data = self._bytes_of("rows", rows, slots, fmt.row_bytes)
+        where = self.runtime.translate(slots).long()
+        if self.device.type == "cpu" and bool((where < 0).any()):
+            raise ValueError(
+                f"slots {slots[where < 0].tolist()} have no resident page: write slots that extend returned, "
+                "after begin_step"
+            )
+        start = 0
+        for part, width in enumerate(fmt.parts):
+            target = row_view(self.device_pool.layer(layer), fmt, part)
+            target[where // fmt.page_size, where % fmt.page_size] = data[:, start : start + width]
+            start += width
+
+    def write_index(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write indexer rows of new tokens; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
+        self._check_open()
+        target = self.index_rows(layer)
+        target[slots.long()] = self._bytes_of("rows", rows, slots, target.shape[1])
+
+    def index_rows(self, layer: int) -> torch.Tensor:
+        """uint8 [slots, index row bytes]: the indexer rows of a leader layer, by slot."""
+        self._check_open()
+        return self.device_pool.index_rows[self._group_id(layer)]
+
+    def page_table(self, rids: Sequence[str]) -> torch.Tensor:
+        """int32 [len(rids), pages of the longest]: host pages of requests, 0 behind the last."""
+        self._check_open()
+        requests = [self.coordinator.request(rid) for rid in rids]
+        width = max((len(request.pages) for request in requests), default=0)
+        padded = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+        return torch.tensor(padded, dtype=torch.int32, device=self.device).view(len(rids), width)
+
+    def translate(self, slots: torch.Tensor) -> torch.Tensor:
+        """Device rows int32 of slots, for prefill reads; -1 where a slot is not resident."""
+        self._check_open()
+        return self.runtime.translate(slots)
+
+    def swap_in(self, group: int, positions: torch.Tensor) -> torch.Tensor:
+        """Device rows of the positions that the indexer selected; missing ones are on their way.
+
+        Args:
+            group: the leader layer of the index group.
+            positions: int32 [batch * query_rows, at most top_k] in the order of ``begin_step``, -1 pads.
+
+        Returns:
+            int32 rows of the same shape, -1 masked, valid until the group's next call. Read the bytes
+            through ``rows(layer)``.
+        """
+        self._check_open()
+        batch = self.runtime.batch * self.runtime.query_rows
+        if positions.shape[0] != batch or not 1 <= positions.shape[1] <= self.config.top_k:
+            raise ValueError(
+                f"positions has shape {tuple(positions.shape)}, it must be [{batch}, 1..{self.config.top_k}]"
+                ": one row a query row of begin_step's batch, at most top_k columns"
+            )
+        return self.runtime.swap_in(self._group_id(group), positions)
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """uint8 [device rows, row bytes] of a layer, for one-part rows; waits (on the GPU) for its copies."""
+        self._check_open()
+        self.runtime.wait_layer(layer)
+        return self.device_pool.rows(layer, torch.uint8)
+
+    def step_done(self) -> None:
+        """The forward is over: mirror its rows, take in completed copies, publish, unpin."""
+        self._check_open()
+        step, self._step = self._step, []
+        self.coordinator.step_done(step)
+
+    def retract(self, rid: str) -> None:
+        """Take a running request back; what is durable of it is published. Admit it again to go on."""
+        self._check_open()
+        self.coordinator.retract(rid)
+
+    def finish(self, rid: str) -> None:
+        """The request is complete; its whole pages are published, now or when their copies are through."""
+        self._check_open()
+        self.coordinator.finish(rid)
+
+    def abort(self, rid: str) -> None:
+        """End a request without publishing any more of it."""
+        self._check_open()
+        self.coordinator.abort(rid)
+
+    def flush(self) -> None:
+        """Forget every prefix; what runs now is never published."""
+        self._check_open()
+        self.coordinator.flush()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """KV events since the last call (``HiSparseConfig.kv_events``)."""
+        self._check_open()
+        return self.coordinator.events.take()
+
+    @property
+    def device(self) -> torch.device:
+        return self.device_pool.buffer.device
+
+    @property
+    def counters(self) -> Counters:
+        """Counts so far. Reads the device."""
+        self._check_open()
+        counters, leases = self._counters, self.coordinator.leases
+        stats = self.runtime.stats.sum(0).tolist()
+        for name in ("hot_hits", "hot_lookups", "resident_rows"):
+            setattr(counters, name, stats[STATS.index(name)])
+        counters.pages_unpinned, counters.pages_reused = leases.unpinned, leases.reused
+        counters.pages_adopted = leases.adopted
+        counters.swapped_in_bytes = self.runtime.swapped_in_bytes()
+        return counters
+
+    @property
+    def peak_device_pages(self) -> int:
+        """Most device pages that were pinned or hot at one time."""
+        return self.coordinator.leases.peak_in_use
+
+    @property
+    def peak_host_pages(self) -> int:
+        """Most host pages in use at one time: full residency would have needed them on the device."""
+        return self.coordinator.pages.peak_in_use
+
+    def metrics(self) -> list[Metric]:
+        """All series of design.md section 9. Reads the device."""
+        return snapshot(self.counters, self.coordinator)
+
+    def audit(self) -> int:
+        """Compare every device copy with the host's bytes; returns and counts the rows that differ. Slow."""
+        self._check_open()
+        self._apply()
+        mismatches = count_mismatches(self.coordinator, self.runtime)
+        self._counters.audit_mismatches += mismatches
+        return mismatches
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` naming the first invariant that does not hold. Reads the device."""
+        self._check_open()
+        check_integrity(self.coordinator)
+        self.runtime.check_integrity()
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call again, after an exception, and with a dead CUDA context."""
+        self.closed = True
+        self.host_pool.close()
+        self.device_pool.close()
+
+    def __enter__(self) -> HiSparsePool:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _apply(self) -> None:
+        self.runtime.apply(self.coordinator.take_deltas())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("the pool is closed: make a new HiSparsePool")
+
+    def _group_id(self, layer: int) -> int:
+        if layer not in self.group_ids:
+            raise ValueError(
+                f"layer {layer} runs no indexer, use the leader of its group: {sorted(self.group_ids)}"
+            )
+        return self.group_ids[layer]
+
+    def _bytes_of(self, name: str, rows: torch.Tensor, slots: torch.Tensor, width: int) -> torch.Tensor:
+        data = rows.contiguous().view(torch.uint8)
+        if data.shape != (slots.numel(), width):
+            raise ValueError(
+                f"{name} has {tuple(data.shape)} bytes, it must be [{slots.numel()}, {width}]: one row a slot"
+            )
+        return data

@@ -1,0 +1,69 @@
+"""Records of the coordinator: a running request, what a call answers, and what the device must learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hisparse_sgl.radix.gate import Publication
+from hisparse_sgl.radix.page_hash import PageHasher
+
+
+class Admission(NamedTuple):
+    """A request was let in; its first ``cached_tokens`` tokens need no prefill."""
+
+    cached_tokens: int
+    resident_tokens: int  # of these, on the device already
+
+
+class Deferred(NamedTuple):
+    """Not now: nothing was changed. Run other requests and ask again, or retract one.
+
+    ``reason`` is one of "request rows", "admission window", "host pages", "device pages", "restoring".
+    """
+
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One running request. ``pages[pin_start:]`` are pinned on the device by this request."""
+
+    rid: str
+    row: int  # its row in the device tables
+    order: int  # position in the order of admission
+    prompt_tokens: int
+    hasher: PageHasher
+    publication: Publication
+    pages: list[int]
+    num_tokens: int  # slots handed out
+    num_settled: int  # rows written by finished forwards
+    pin_start: int = 0
+    restoring: list[int] = field(default_factory=list)  # pinned pages whose bytes are on their way
+    promised: int = 0  # pages of the prompt that are not leased yet
+    hot_pages: list[int] = field(default_factory=list)  # empty: fully resident
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_settled < self.prompt_tokens
+
+
+@dataclass(slots=True)
+class Deltas:
+    """What changed since the last step and must reach the device tables before the next one.
+
+    ``residency`` maps host page -> device page (0: none). ``page_runs`` are (row, first, host pages) pieces
+    of the page table. ``hot_regions`` maps row -> device pages ([]: none); each row named there starts empty.
+    ``rewritten`` are (row, slot) pairs whose hot copies are stale.
+    """
+
+    residency: dict[int, int] = field(default_factory=dict)
+    page_runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    hot_regions: dict[int, list[int]] = field(default_factory=dict)
+    rewritten: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, residency: dict[int, int]) -> Deltas:
+        """Everything so far together with the residency changes; empties this record."""
+        taken = Deltas(residency, self.page_runs, self.hot_regions, self.rewritten)
+        self.page_runs, self.hot_regions, self.rewritten = [], {}, []
+        return taken

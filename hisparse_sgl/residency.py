@@ -1,0 +1,118 @@
+"""Which device pages each running request pins, and how the pool yields under pressure (rules 4 to 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hisparse_sgl.config import ACTIVE_TAIL_PAGES, Sizes
+from hisparse_sgl.mem_pool.leases import DeviceLeases
+from hisparse_sgl.pages import Pages
+from hisparse_sgl.requests import Deltas, Request
+
+
+class Residency:
+    """Pins of requests, hot regions, and the pages promised to prompts that are still being prefilled.
+
+    A request without a hot region pins every page it has, one with a region only its tail: so a page that
+    several requests share is unpinned when the last of them holds a region (rule 5), and no sooner.
+    """
+
+    def __init__(self, pages: Pages, leases: DeviceLeases, sizes: Sizes, deltas: Deltas) -> None:
+        self.pages = pages
+        self.leases = leases
+        self.sizes = sizes
+        self.deltas = deltas
+        self.promised = 0
+
+    @property
+    def available(self) -> int:
+        """Device pages that are free and promised to nobody."""
+        return self.leases.num_free - self.promised
+
+    def first_needed(self, request: Request) -> int:
+        """Index of the first page that the request must pin."""
+        return max(0, len(request.pages) - ACTIVE_TAIL_PAGES) if request.hot_pages else 0
+
+    def cost(self, pages: Iterable[int]) -> int:
+        """Free device pages that pinning these host pages takes: missing copies and unpinned ones."""
+        return sum(not self.leases.is_pinned(page) for page in pages)
+
+    def pin(self, request: Request) -> None:
+        """Pin what the request needs; missing pages start to be restored. The caller knows there is room."""
+        first = self.first_needed(request)
+        wanted = request.pages[first : request.pin_start]
+        missing = [page for page in wanted if not self.leases.device_page_of(page)]
+        for page in wanted:
+            if page not in missing:
+                self.leases.pin(page)
+        self.pages.restore(missing)
+        for page in missing:
+            self.leases.pin(page)
+        request.pin_start = first
+        request.restoring = [page for page in wanted if self.leases.is_restoring(page)]
+
+    def is_ready(self, request: Request) -> bool:
+        """Every page that the request needs on the device can be read there."""
+        request.restoring = [page for page in request.restoring if self.leases.is_restoring(page)]
+        return not request.restoring and request.pin_start <= self.first_needed(request)
+
+    def open_pages(self, request: Request, first: int) -> None:
+        """Lease resident pages for ``request.pages[first:]``, just allocated, and trim the pins."""
+        for page in request.pages[first:]:
+            self.pages.open(page)
+            self.leases.pin(page)
+        kept = min(request.promised, len(request.pages) - first)
+        request.promised -= kept
+        self.promised -= kept
+        self._trim(request)
+
+    def relieve(self, target: int, requests: Iterable[Request]) -> bool:
+        """Give resident requests hot regions, largest context first, until ``target`` pages are available."""
+        if self.available >= target:
+            return True
+        self.pages.spill(self.sizes.spill_budget)
+        for request in sorted(filter(self._can_yield, requests), key=lambda r: (-len(r.pages), r.order)):
+            if self.available >= target or self.available < self.sizes.hot_pages:
+                break
+            self._give_hot(request)
+        return self.available >= target
+
+    def release(self, request: Request) -> None:
+        """Drop the pins, the hot region and the promise of a request that ends."""
+        self._unpin(request, len(request.pages))
+        if request.hot_pages:
+            self.leases.release_hot(request.hot_pages)
+            request.hot_pages = []
+        self.deltas.hot_regions[request.row] = []
+        self.promised -= request.promised
+        request.promised = 0
+
+    def cut(self, request: Request, count: int) -> list[int]:
+        """Take the request's pages from index ``count`` on away from it; the caller frees them."""
+        gone = request.pages[count:]
+        for page in reversed(request.pages[max(count, request.pin_start) :]):
+            self.leases.unpin(page)
+        del request.pages[count:]
+        request.pin_start = min(request.pin_start, count)
+        return gone
+
+    def _can_yield(self, request: Request) -> bool:
+        if request.hot_pages or request.prefilling or request.restoring:
+            return False
+        # A context of no more than a region and a tail would take more pages than it gives back.
+        return len(request.pages) > self.sizes.hot_pages + ACTIVE_TAIL_PAGES
+
+    def _give_hot(self, request: Request) -> None:
+        request.hot_pages = self.pages.lease_hot(self.sizes.hot_pages)
+        self.deltas.hot_regions[request.row] = request.hot_pages
+        self._trim(request)
+
+    def _trim(self, request: Request) -> None:
+        if request.hot_pages:
+            self._unpin(request, self.first_needed(request))
+
+    def _unpin(self, request: Request, end: int) -> None:
+        # Last page first: it is reused first, and the head of a prefix is worth more than its tail.
+        for page in reversed(request.pages[request.pin_start : end]):
+            self.leases.unpin(page)
+        request.pin_start = max(request.pin_start, end)

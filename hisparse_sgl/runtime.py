@@ -1,0 +1,166 @@
+"""The device side of a pool: tables, hot state of each index group, and swap-in."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.kernels.gather import gather
+from hisparse_sgl.kernels.invalidate import invalidate
+from hisparse_sgl.kernels.resolve import resolve
+from hisparse_sgl.kernels.state import CopyPlan, HotState, Scratch, Tables
+from hisparse_sgl.kernels.translate import translate
+from hisparse_sgl.mem_pool.device_pool import DevicePool
+from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.layout import KVLayout
+from hisparse_sgl.requests import Deltas
+from hisparse_sgl.transfers import upload
+
+STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
+
+
+class Runtime:
+    """Fixed-address tensors that a decode step reads, and the launches of one.
+
+    Args:
+        host, device: the two pools; read at each launch, so that closing them ends all use of their memory.
+        backend: kernel implementation, see ``kernels.backend.choose``; None picks by device.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        config: HiSparseConfig,
+        sizes: Sizes,
+        host: HostPool,
+        device: DevicePool,
+        backend: str | None = None,
+    ) -> None:
+        self.groups = layout.host_group.index_groups
+        self.row = layout.host_group.row
+        self.config = config
+        self.sizes = sizes
+        self.host = host
+        self.device = device
+        self.backend = backend
+        self.where = where = device.buffer.device
+        requests, queries = config.max_requests, config.max_requests * config.query_rows
+        count = len(self.groups)
+        self.tables = Tables.empty(requests, sizes.context_pages, config.host_pages, sizes.hot_pages, where)
+        self.hot = HotState.empty(requests, sizes.hot_rows, where, groups=count)
+        self.scratch = Scratch.empty(requests, sizes.context_pages, sizes.page_size, sizes.hot_rows, where)
+        self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(count)]
+        self.rows = torch.full((count, queries, config.top_k), -1, dtype=torch.int32, device=where)
+        self.stats = torch.zeros((count, len(STATS)), dtype=torch.int64, device=where)
+        self.request_rows = torch.full((requests,), -1, dtype=torch.int32, device=where)
+        self.batch = 0
+        self.query_rows = 1
+        self.copy_stream = torch.cuda.Stream(where) if where.type == "cuda" else None
+        self.ready: dict[int, torch.cuda.Event] = {}
+
+    def apply(self, deltas: Deltas) -> None:
+        """Bring the tables up to date, on the current stream: behind every forward that may read them."""
+        where = self.where
+        if deltas.residency:
+            pages = upload(list(deltas.residency), torch.int64, where)
+            self.tables.resident_page[pages] = upload(list(deltas.residency.values()), torch.int32, where)
+        width = self.sizes.context_pages
+        # A dict, because an index_put with one cell named twice has no defined order on a GPU.
+        cells = {
+            row * width + first + i: p for row, first, run in deltas.page_runs for i, p in enumerate(run)
+        }
+        if cells:
+            index = upload(list(cells), torch.int64, where)
+            self.tables.page_table.view(-1)[index] = upload(list(cells.values()), torch.int32, where)
+        for row, region in deltas.hot_regions.items():
+            padded = region or [0] * self.sizes.hot_pages
+            self.tables.hot_pages[row] = upload(padded, torch.int32, where)
+            self.hot.reset(row)
+        if deltas.rewritten:
+            rows, slots = map(list, zip(*deltas.rewritten, strict=True))
+            self.invalidate(upload(rows, torch.int32, where), upload(slots, torch.int32, where))
+
+    def invalidate(self, request_rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Drop hot copies of slots that are rewritten in place; both int32 [n]."""
+        invalidate(self.hot.keys, self.hot.positions, request_rows, slots, backend=self.backend)
+
+    def set_batch(self, request_rows: list[int], query_rows: int) -> None:
+        """State rows of the requests of the next forward, in batch order."""
+        padded = request_rows + [-1] * (self.request_rows.numel() - len(request_rows))
+        self.request_rows.copy_(upload(padded, torch.int32, self.where))
+        self.batch = len(request_rows)
+        self.query_rows = query_rows
+
+    def swap_in(self, group: int, positions: torch.Tensor) -> torch.Tensor:
+        """Device rows of the selected positions of one index group; starts the copies of all its layers.
+
+        Args:
+            group: index of the group in the layout.
+            positions: int32 [batch * query_rows, <= top_k], -1 pads.
+
+        Returns:
+            int32 rows of the same shape, -1 where masked; a view that the group's next call overwrites.
+        """
+        leader, *followers = self.groups[group].layers
+        for layer in followers:
+            self.wait_layer(layer)  # a replay that nobody waited for may still read the plan
+        rows = self.rows[group, : positions.shape[0], : positions.shape[1]]
+        plan = self.plans[group]
+        resolve(
+            positions,
+            self.request_rows[: self.batch],
+            self.tables,
+            self.hot.group(group),
+            self.scratch,
+            plan,
+            rows,
+            self.stats[group],
+            page_size=self.sizes.page_size,
+            query_rows=self.query_rows,
+            num_slots=self.config.host_pages * self.sizes.page_size,
+            backend=self.backend,
+        )
+        self._gather(leader, plan)
+        self._replay(followers, plan)
+        return rows
+
+    def wait_layer(self, layer: int) -> None:
+        """Make the current stream wait for the copies of one layer."""
+        event = self.ready.pop(layer, None)
+        if event is not None:
+            torch.cuda.current_stream(self.where).wait_event(event)
+
+    def swapped_in_bytes(self) -> int:
+        """Bytes that swap-ins copied from the host, in all layers. Reads the device."""
+        hits, lookups = STATS.index("hot_hits"), STATS.index("hot_lookups")
+        misses = (self.stats[:, lookups] - self.stats[:, hits]).tolist()
+        rows = sum(count * len(group.layers) for count, group in zip(misses, self.groups, strict=True))
+        return rows * self.row.row_bytes
+
+    def translate(self, slots: torch.Tensor) -> torch.Tensor:
+        """Device rows int32 of slots; -1 where a slot is not resident."""
+        return translate(slots, self.tables.resident_page, self.sizes.page_size, backend=self.backend)
+
+    def _replay(self, followers: list[int], plan: CopyPlan) -> None:
+        if self.copy_stream is None:
+            for layer in followers:
+                self._gather(layer, plan)
+            return
+        self.copy_stream.wait_stream(torch.cuda.current_stream(self.where))
+        with torch.cuda.stream(self.copy_stream):
+            for layer in followers:
+                self._gather(layer, plan)
+                self.ready[layer] = torch.cuda.Event()
+                self.ready[layer].record(self.copy_stream)
+
+    def _gather(self, layer: int, plan: CopyPlan) -> None:
+        gather(self.host.buffer[layer], self.device.buffer[layer], plan, self.row, backend=self.backend)
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` on damaged tables or hot state. Reads the device."""
+        self.tables.check_integrity()
+        self.hot.check_integrity()
+        self.scratch.check_integrity()
+        unserved = int(self.stats[:, STATS.index("unserved")].sum())
+        if unserved:
+            raise RuntimeError(f"{unserved} selected rows were neither resident nor had a hot region")
