@@ -49,8 +49,8 @@ def _check(
     selected = query_rows * positions.shape[1]
     if selected > hot_rows:
         raise ValueError(
-            f"query_rows * top_k = {query_rows} * {positions.shape[1]} = {selected} exceeds device_buffer_size="
-            f"{hot_rows} hot rows a request; raise it or lower the draft length"
+            f"query_rows * top_k = {query_rows} * {positions.shape[1]} = {selected} exceeds the "
+            f"device_buffer_size={hot_rows} hot rows a request; raise it or lower the draft length"
         )
     _check_room(scratch, plan, device, batch, selected, tables.page_table.shape[1] * page_size, hot_rows)
 
@@ -64,7 +64,7 @@ def _check_room(
     context: int,
     hot_rows: int,
 ) -> None:
-    """Raise ValueError when ``plan`` or ``scratch`` is too small for ``batch`` requests of ``selected`` entries."""
+    """Raise ValueError when ``plan`` or ``scratch`` is too small for the batch."""
     for name in ("slots", "rows", "count", "starts", "counts"):
         check_tensor(f"plan.{name}", getattr(plan, name), torch.int32, (None,), device)
     for name in ("stamps", "bitmap", "prefix"):

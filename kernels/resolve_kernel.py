@@ -1,8 +1,8 @@
 """Triton kernel of `resolve`: one program a request.
 
 A *stamp* table indexed by position tells which positions are selected: first it holds the first entry that
-names the position, then the hot row that serves it. A barrier lies between a pass that writes global memory and
-the next one that reads it. Masks never mix a scalar bool with a block: the interpreter gives such a mask int64.
+names the position, then the hot row that serves it. A barrier lies between a pass that writes global memory
+and the next one that reads it. Masks never mix a scalar bool with a block: the interpreter turns it to int64.
 """
 
 # A type checker cannot follow Triton: constant branches bind names, ranges are objects.
@@ -148,8 +148,8 @@ def resolve_kernel(
     page = tl.load(page_table + (position // P).to(tl.int64) * table_column, mask=known, other=0).to(tl.int64)
     if RANKS >= H:
         hot_row, hot_position, sound, corrupt = _load_hot(
-            lru, keys, remembered, page_table, tl.arange(0, RANKS), live, max_pages, num_slots,
-            lru_column, keys_column, remembered_column, table_column, P, H
+            lru, keys, remembered, page_table, tl.arange(0, RANKS), tl.where(live, H, 0), max_pages,
+            num_slots, lru_column, keys_column, remembered_column, table_column, P, H
         )  # fmt: skip
     known &= page > 0
     slot = page * P + position % P
@@ -182,11 +182,11 @@ def resolve_kernel(
             sound &= tl.arange(0, RANKS) < tl.where(broken > 0, 0, H)
         if broken > 0:
             tl.debug_barrier()
-            for begin in tl.static_range(0, H, RANKS):
-                rank = (begin + tl.arange(0, RANKS)).to(tl.int64)
-                tl.store(lru + rank * lru_column, rank.to(tl.int16), mask=rank < H)
-                tl.store(keys + rank * keys_column, -1, mask=rank < H)
-                tl.store(remembered + rank * remembered_column, -1, mask=rank < H)
+            for reset_begin in tl.static_range(0, H, RANKS):
+                reset_row = (reset_begin + tl.arange(0, RANKS)).to(tl.int64)
+                tl.store(lru + reset_row * lru_column, reset_row.to(tl.int16), mask=reset_row < H)
+                tl.store(keys + reset_row * keys_column, -1, mask=reset_row < H)
+                tl.store(remembered + reset_row * remembered_column, -1, mask=reset_row < H)
             tl.debug_barrier()
 
         for begin in tl.static_range(0, H, RANKS):
