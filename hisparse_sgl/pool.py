@@ -21,7 +21,7 @@ from hisparse_sgl.radix.events import KVEvent
 from hisparse_sgl.radix.page_hash import ExtraKey, TokenIds
 from hisparse_sgl.requests import Admission, Deferred, Request
 from hisparse_sgl.runtime import STATS, Runtime
-from hisparse_sgl.transfers import Transfers
+from hisparse_sgl.transfers import Transfers, upload
 
 
 class HiSparsePool:
@@ -95,7 +95,7 @@ class HiSparsePool:
         slots = self.coordinator.extend(rid, n)
         if isinstance(slots, Deferred):
             return slots
-        return torch.tensor(slots, dtype=torch.int32, device=self.device)
+        return upload(slots, torch.int32, self.device)
 
     def append_tokens(self, rid: str, token_ids: TokenIds) -> None:
         """Tell the pool which tokens were generated, so that their pages can be published."""
@@ -144,6 +144,7 @@ class HiSparsePool:
                 f"slots {slots[where < 0].tolist()} have no resident page: write slots that extend returned, "
                 "after begin_step"
             )
+        where.clamp_(min=0)  # on a GPU nobody looks: a stray row lands on the null page
         start = 0
         for part, width in enumerate(fmt.parts):
             target = row_view(self.device_pool.layer(layer), fmt, part)
@@ -204,6 +205,7 @@ class HiSparsePool:
         """The forward is over: mirror its rows, take in completed copies, publish, unpin."""
         self._check_open()
         step, self._step = self._step, []
+        self.runtime.join()
         self.coordinator.step_done(step)
 
     def retract(self, rid: str) -> None:

@@ -130,6 +130,11 @@ class Runtime:
         if event is not None:
             torch.cuda.current_stream(self.where).wait_event(event)
 
+    def join(self) -> None:
+        """Make the current stream wait for all copies: what follows may free or rewrite their rows."""
+        for layer in list(self.ready):
+            self.wait_layer(layer)
+
     def swapped_in_bytes(self) -> int:
         """Bytes that swap-ins copied from the host, in all layers. Reads the device."""
         hits, lookups = STATS.index("hot_hits"), STATS.index("hot_lookups")
