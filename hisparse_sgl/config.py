@@ -64,6 +64,8 @@ class HiSparseConfig:
         _check_choice("kernels", self.kernels, KERNELS)
         for field in ("host_pages", "device_pages"):
             _check_whole(field, getattr(self, field), 2)
+        for field in ("eager_host_mirror", "kv_events", "poison"):
+            _check_choice(field, getattr(self, field), (True, False))
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Sizes:
         hot_rows = _hot_rows(config, page_size)
         hot_pages = hot_rows // page_size
         context_pages = -(-config.context_len // page_size)
+        if config.host_pages <= context_pages:
+            raise ValueError(
+                f"host_pages is {config.host_pages}, the limit is {context_pages + 1}: the null page and one "
+                f"request of context_len {config.context_len}. Raise host_pages or lower context_len"
+            )
         least = 2 * hot_pages + ACTIVE_TAIL_PAGES + 2
         if config.device_pages < least:
             raise ValueError(
@@ -127,9 +134,9 @@ def _hot_rows(config: HiSparseConfig, page_size: int) -> int:
 
 def _check_whole(field: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{field} is {value!r}, it must be a whole number of at least {least}")
+        raise ValueError(f"{field} is {value!r}, it must be a whole number of at least {least}: correct it")
 
 
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(field: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{field} is {value!r}: use one of {', '.join(choices)}")
+        raise ValueError(f"{field} is {value!r}, it must be one of {', '.join(map(str, choices))}: use one")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from hisparse_sgl.audit import count_mismatches
+from hisparse_sgl.checks import check_slots, row_bytes, whole
 from hisparse_sgl.config import HiSparseConfig, Sizes
 from hisparse_sgl.coordinator import Coordinator
 from hisparse_sgl.integrity import check_integrity
+from hisparse_sgl.kernels.backend import choose
 from hisparse_sgl.kernels.rows import row_view
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.extents import extent_pages
@@ -57,28 +61,29 @@ class HiSparsePool:
             )
         self.group_ids = {g.leader: i for i, g in enumerate(group.index_groups)}
         backend = None if config.kernels == "auto" else config.kernels
-        self.device_pool = DevicePool(
-            layout, config.device_pages, config.host_pages, device, poison=config.poison
-        )
-        where = self.device_pool.buffer.device
-        self.host_pool = HostPool(layout, config.host_pages, pinned=where.type == "cuda")
-        try:
+        with ExitStack() as opened:
+            # The host pool first: it knows what fits, and its slots take indexer rows on the device.
+            self.host_pool = HostPool(layout, config.host_pages, torch.device(device).type == "cuda")
+            opened.callback(self.host_pool.close)
+            self.device_pool = DevicePool(
+                layout, config.device_pages, config.host_pages, device, poison=config.poison
+            )
+            opened.callback(self.device_pool.close)
+            choose(self.device_pool.buffer, backend)
             self._counters = Counters()
             self.transfers = transfer_class(
                 self.host_pool, self.device_pool, group.row, self._counters, backend
             )
             self.runtime = Runtime(layout, config, self.sizes, self.host_pool, self.device_pool, backend)
-        except BaseException:
-            self.close()
-            raise
-        self.coordinator = Coordinator(
-            config,
-            layout.page_size,
-            self.transfers,
-            self._counters,
-            extent_pages=extent_pages(group.row.page_bytes),
-            on_lease=self.device_pool.poison_pages if config.poison else None,
-        )
+            self.coordinator = Coordinator(
+                config,
+                layout.page_size,
+                self.transfers,
+                self._counters,
+                extent_pages=extent_pages(group.row.page_bytes),
+                on_lease=self.device_pool.poison_pages if config.poison else None,
+            )
+            opened.pop_all()
         self._step: list[tuple[Request, int]] = []
 
     def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
@@ -87,12 +92,12 @@ class HiSparsePool:
         ``extra_key`` (LoRA id, tenant salt) separates prefixes: requests with different keys never share.
         """
         self._check_open()
-        return self.coordinator.admit(rid, token_ids, extra_key)
+        return self.coordinator.admit(rid, _on_cpu(token_ids), extra_key)
 
     def extend(self, rid: str, n: int) -> torch.Tensor | Deferred:
         """Slots int32 [n] on the device for the next ``n`` tokens of a request."""
         self._check_open()
-        slots = self.coordinator.extend(rid, n)
+        slots = self.coordinator.extend(rid, whole("n", n))
         if isinstance(slots, Deferred):
             return slots
         return upload(slots, torch.int32, self.device)
@@ -100,12 +105,12 @@ class HiSparsePool:
     def append_tokens(self, rid: str, token_ids: TokenIds) -> None:
         """Tell the pool which tokens were generated, so that their pages can be published."""
         self._check_open()
-        self.coordinator.append_tokens(rid, token_ids)
+        self.coordinator.append_tokens(rid, _on_cpu(token_ids))
 
     def rewind(self, rid: str, num_tokens: int) -> None:
         """Take back all tokens of a request after the first ``num_tokens`` (rejected drafts)."""
         self._check_open()
-        self.coordinator.rewind(rid, num_tokens)
+        self.coordinator.rewind(rid, whole("num_tokens", num_tokens))
 
     def begin_step(self, rids: Sequence[str], query_rows: int = 1) -> None:
         """The batch of the next forward, in batch order; brings the device tables up to date.
@@ -136,13 +141,15 @@ class HiSparsePool:
             rows: [n, row bytes] uint8, or any dtype of the same bytes a row.
         """
         self._check_open()
+        self._check_layer(layer)
+        check_slots(slots, self.num_slots)
         fmt = self.layout.host_group.row
-        data = self._bytes_of("rows", rows, slots, fmt.row_bytes)
+        data = row_bytes(rows, slots.numel(), fmt.row_bytes)
         where = self.runtime.translate(slots).long()
         if self.device.type == "cpu" and bool((where < 0).any()):
             raise ValueError(
-                f"slots {slots[where < 0].tolist()} have no resident page: write slots that extend returned, "
-                "after begin_step"
+                f"slots has {slots[where < 0].tolist()}, the limit is slots on resident pages: write slots "
+                "that extend returned, after begin_step"
             )
         where.clamp_(min=0)  # on a GPU nobody looks: a stray row lands on the null page
         start = 0
@@ -155,7 +162,8 @@ class HiSparsePool:
         """Write indexer rows of new tokens; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
         self._check_open()
         target = self.index_rows(layer)
-        target[slots.long()] = self._bytes_of("rows", rows, slots, target.shape[1])
+        check_slots(slots, self.num_slots)
+        target[slots.long()] = row_bytes(rows, slots.numel(), target.shape[1])
 
     def index_rows(self, layer: int) -> torch.Tensor:
         """uint8 [slots, index row bytes]: the indexer rows of a leader layer, by slot."""
@@ -188,7 +196,11 @@ class HiSparsePool:
         """
         self._check_open()
         batch = self.runtime.batch * self.runtime.query_rows
-        if positions.shape[0] != batch or not 1 <= positions.shape[1] <= self.config.top_k:
+        if (
+            positions.ndim != 2
+            or positions.shape[0] != batch
+            or not 1 <= positions.shape[1] <= self.config.top_k
+        ):
             raise ValueError(
                 f"positions has shape {tuple(positions.shape)}, it must be [{batch}, 1..{self.config.top_k}]"
                 ": one row a query row of begin_step's batch, at most top_k columns"
@@ -198,6 +210,7 @@ class HiSparsePool:
     def rows(self, layer: int) -> torch.Tensor:
         """uint8 [device rows, row bytes] of a layer, for one-part rows; waits (on the GPU) for its copies."""
         self._check_open()
+        self._check_layer(layer)
         self.runtime.wait_layer(layer)
         return self.device_pool.rows(layer, torch.uint8)
 
@@ -232,6 +245,11 @@ class HiSparsePool:
         """KV events since the last call (``HiSparseConfig.kv_events``)."""
         self._check_open()
         return self.coordinator.events.take()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the host pool, the null page's included."""
+        return self.config.host_pages * self.sizes.page_size
 
     @property
     def device(self) -> torch.device:
@@ -302,17 +320,17 @@ class HiSparsePool:
         if self.closed:
             raise ValueError("the pool is closed: make a new HiSparsePool")
 
+    def _check_layer(self, layer: int) -> None:
+        self.layout.group_of(whole("layer", layer))
+
     def _group_id(self, layer: int) -> int:
         if layer not in self.group_ids:
             raise ValueError(
-                f"layer {layer} runs no indexer, use the leader of its group: {sorted(self.group_ids)}"
+                f"layer is {layer}, the limit is one that runs the indexer: use the leader of its group, "
+                f"one of {sorted(self.group_ids)}"
             )
         return self.group_ids[layer]
 
-    def _bytes_of(self, name: str, rows: torch.Tensor, slots: torch.Tensor, width: int) -> torch.Tensor:
-        data = rows.contiguous().view(torch.uint8)
-        if data.shape != (slots.numel(), width):
-            raise ValueError(
-                f"{name} has {tuple(data.shape)} bytes, it must be [{slots.numel()}, {width}]: one row a slot"
-            )
-        return data
+
+def _on_cpu(token_ids: Any) -> TokenIds:
+    return token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else token_ids

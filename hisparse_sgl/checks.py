@@ -1,0 +1,43 @@
+"""Checks of arguments that users pass; each raises ``ValueError`` before anything changes."""
+
+from __future__ import annotations
+
+from operator import index
+
+import torch
+
+from hisparse_sgl.kernels.backend import check_tensor
+
+SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+def whole(field: str, value: object) -> int:
+    """``value`` as an int: Python's, numpy's and one-element integer tensors are fine, floats are not."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(
+            f"{field} is {value!r}, the limit is a whole number: convert it with int()"
+        ) from None
+
+
+def check_slots(slots: torch.Tensor, num_slots: int) -> None:
+    """Raise unless ``slots`` is int [n] and, where looking costs no synchronisation, inside the host pool."""
+    check_tensor("slots", slots, SLOT_DTYPES, (None,))
+    if slots.device.type == "cpu":
+        outside = slots[(slots < 0) | (slots >= num_slots)].tolist()
+        if outside:
+            raise ValueError(
+                f"slots has {outside}, the limit is 0..{num_slots - 1}: pass slots that extend returned"
+            )
+
+
+def row_bytes(rows: torch.Tensor, num_slots: int, width: int) -> torch.Tensor:
+    """``rows`` as uint8 [num_slots, width]; raises where it has another number of rows or bytes a row."""
+    data = rows.contiguous().view(torch.uint8) if rows.ndim == 2 else rows
+    if data.shape != (num_slots, width):
+        raise ValueError(
+            f"rows has shape {tuple(rows.shape)} of {rows.dtype}, the limit is {num_slots} rows of {width} "
+            "bytes: pass one whole row for each slot"
+        )
+    return data
