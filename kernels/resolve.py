@@ -141,7 +141,8 @@ def resolve(
     """
     _check(positions, request_rows, tables, hot, scratch, plan, out_rows, stats, page_size, query_rows)
     if positions.numel() == 0:
-        plan.count.zero_()
+        for tensor in (plan.count, plan.starts[: request_rows.numel()], plan.counts[: request_rows.numel()]):
+            tensor.zero_()
         return
     if choose(positions, backend) == "reference":
         resolve_reference(

@@ -1,0 +1,125 @@
+"""`resolve` refuses what does not fit together, by name; `state` finds damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse_sgl.kernels.resolve import resolve
+from hisparse_sgl.kernels.state import CopyPlan, HotState, Scratch, Tables
+
+
+def arguments() -> dict[str, Any]:
+    return {
+        "positions": torch.zeros(2, 4, dtype=torch.int32),
+        "request_rows": torch.tensor([0, 1], dtype=torch.int32),
+        "tables": Tables.empty(3, 8, 20, 4),
+        "hot": HotState.empty(3, 16),
+        "scratch": Scratch.empty(2, 8, 4, 16),
+        "plan": CopyPlan.empty(8, 2),
+        "out_rows": torch.zeros(2, 4, dtype=torch.int32),
+        "stats": torch.zeros(4, dtype=torch.int64),
+        "page_size": 4,
+        "num_slots": 80,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"page_size": 6}, "page_size=6"),
+        ({"page_size": 32}, "device_buffer_size=16"),
+        ({"positions": torch.zeros(3, 4, dtype=torch.int32)}, r"positions\.shape"),
+        ({"positions": torch.zeros(2, 4)}, r"positions\.dtype"),
+        ({"request_rows": torch.zeros(2, dtype=torch.int64)}, r"request_rows\.dtype"),
+        ({"out_rows": torch.zeros(2, 5, dtype=torch.int32)}, r"out_rows\.shape"),
+        ({"stats": torch.zeros(3, dtype=torch.int64)}, r"stats\.shape"),
+        ({"tables": Tables.empty(2, 8, 20, 4)}, r"tables\.page_table\.shape"),
+        ({"tables": Tables.empty(3, 8, 20, 5)}, r"tables\.hot_pages\.shape"),
+        ({"hot": HotState.empty(3, 18)}, "device_buffer_size=18"),
+        ({"plan": CopyPlan.empty(7, 2)}, "plan.slots=7"),
+        ({"plan": CopyPlan.empty(8, 1)}, "plan.starts=1"),
+        ({"scratch": Scratch.empty(1, 8, 4, 16)}, "scratch.stamps rows=1"),
+        ({"scratch": Scratch.empty(2, 7, 4, 16)}, "scratch.stamps columns=28"),
+        ({"scratch": Scratch.empty(2, 8, 4, 8)}, "scratch.order columns=8"),
+        ({"scratch": Scratch(*(x.expand(*x.shape) for x in Scratch.empty(2, 8, 4, 32)))._replace(
+            order=torch.zeros(2, 64, dtype=torch.int16)[:, ::2])}, "must be contiguous"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_and_nothing_changes(changes: dict[str, Any], field: str) -> None:
+    args = arguments() | changes
+    before = [tensor.clone() for tensor in args["hot"]]
+    with pytest.raises(ValueError, match=field):
+        resolve(**args)
+    assert all(torch.equal(old, new) for old, new in zip(before, args["hot"], strict=True))
+
+
+def test_more_rows_than_the_region_has_are_refused() -> None:
+    wide = torch.zeros(2, 17, dtype=torch.int32)
+    with pytest.raises(ValueError, match="device_buffer_size=16"):
+        resolve(
+            **(arguments() | {"positions": wide, "out_rows": wide.clone(), "plan": CopyPlan.empty(34, 2)})
+        )
+    tall = torch.zeros(10, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"query_rows \* top_k = 5 \* 4 = 20"):
+        resolve(**(arguments() | {"positions": tall, "out_rows": tall.clone(), "query_rows": 5}))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_empty_batch_returns_an_empty_plan(shape: tuple[int, int]) -> None:
+    args = arguments() | {"positions": torch.zeros(shape, dtype=torch.int32)}
+    args |= {"out_rows": args["positions"].clone(), "request_rows": args["request_rows"][: shape[0]]}
+    args["plan"].count.fill_(9)
+    args["plan"].counts.fill_(9)
+    resolve(**args)
+    args["plan"].check_integrity(shape[0])
+
+
+def damage_lru(hot: HotState) -> None:
+    hot.lru[1, 0] = 3
+
+
+def damage_key(hot: HotState) -> None:
+    hot.keys[1, 0] = 9
+
+
+def damage_repeat(hot: HotState) -> None:
+    hot.keys[2, :2] = hot.positions[2, :2] = 9
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(damage_lru, "permutations"), (damage_key, "without a position"), (damage_repeat, r"slots \[9\]")],
+)
+def test_hot_state_damage_is_found(damage: Callable[[HotState], None], words: str) -> None:
+    hot = HotState.empty(3, 16)
+    hot.check_integrity()
+    damage(hot)
+    with pytest.raises(RuntimeError, match=words):
+        hot.check_integrity()
+    hot.reset(1)
+    hot.reset(2)
+    hot.check_integrity()
+
+
+def test_table_plan_and_scratch_damage_is_found() -> None:
+    tables, plan, scratch = Tables.empty(3, 8, 20, 4), CopyPlan.empty(8, 2), Scratch.empty(2, 8, 4, 16)
+    for structure, tensor, value, words in (
+        (tables, tables.page_table[0, :1], 20, r"0\.\.20"),
+        (tables, tables.resident_page[2:4], 5, r"device pages \[5\]"),
+        (tables, tables.hot_pages[1, :2], 5, r"request rows \[1\]"),
+        (scratch, scratch.stamps[1, 3:4], 1, "1 entries of scratch.stamps"),
+        (scratch, scratch.cursor, 1, "scratch.cursor"),
+    ):
+        structure.check_integrity()
+        tensor.fill_(value)
+        with pytest.raises(RuntimeError, match=words):
+            structure.check_integrity()
+        tensor.zero_()
+    plan.check_integrity(2)
+    plan.count.fill_(1)
+    with pytest.raises(RuntimeError, match="count is 1"):
+        plan.check_integrity(2)
