@@ -120,7 +120,7 @@ class HiSparsePool:
         self._check_open()
         if len(set(rids)) != len(rids):
             raise ValueError(f"rids {list(rids)} name a request twice: name each once")
-        if not 1 <= query_rows <= self.config.query_rows:
+        if not 1 <= whole("query_rows", query_rows) <= self.config.query_rows:
             raise ValueError(
                 f"query_rows is {query_rows}, it must be between 1 and the pool's {self.config.query_rows}: "
                 "raise HiSparseConfig.query_rows"
