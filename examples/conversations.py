@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 SYSTEM_TOKENS = 160
 LARGEST_CONTEXT = 768
 ANSWER_TOKENS = 24
-_FIRST_QUESTION = (240, 400)  # fewest and most tokens
+_FIRST_QUESTION = (280, 400)  # fewest and most tokens
 _SECOND_QUESTION = (48, 80)
 
 
