@@ -16,6 +16,7 @@ from tiny_models import build, deepseek_config, generate_alone, glm_config, prec
 from hisparse_sgl.config import HiSparseConfig
 from hisparse_sgl.integrations.transformers import PooledModel, index_groups, layout_of
 from hisparse_sgl.pool import HiSparsePool
+from hisparse_sgl.requests import Deferred
 
 TEXT = encode("The pool keeps every row on the host, and hot rows on the device. " * 20)
 CONFIGS = {"glm": glm_config, "deepseek": deepseek_config}
@@ -67,6 +68,22 @@ def test_ragged_chunked_and_reused_prefixes_equal_the_model_alone(name: str) -> 
     assert run.counters.hot_misses > 0, "no row came from the host"
     second_turn = next(r for r in run.ended if r.rid == "t1")
     assert second_turn.cached_tokens >= 150, "the second turn did not find the pages that decoding filled"
+
+
+def _starve(pool: HiSparsePool) -> None:
+    """Refuses all growth for a while in mid-decode, longer than any copy takes."""
+    extend, calls = pool.extend, iter(range(10**6))
+
+    def starved(rid: str, n: int) -> torch.Tensor | Deferred:
+        return Deferred("device pages") if 30 <= next(calls) < 40 else extend(rid, n)
+
+    pool.extend = starved  # type: ignore[method-assign]
+
+
+def test_a_starved_request_is_retracted_and_still_equal() -> None:
+    run = serve("deepseek", [150, 257], _starve)
+    assert run.equal == [True] * 3
+    assert run.counters.retractions > 0
 
 
 def _drop_one_row(pool: HiSparsePool) -> None:
