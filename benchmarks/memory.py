@@ -1,0 +1,85 @@
+"""Host memory of a benchmark: pools with random bytes, and machines that grow their memory as it is used."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.workload import row_format
+from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout
+
+CHUNK = 1 << 30
+SPARE = 6 << 30
+WAIT_SECONDS = 5.0
+
+
+def layout_of(parts: tuple[int, ...], num_layers: int = 1) -> KVLayout:
+    """Rows of ``parts`` bytes in pages of 64, every layer with an indexer of its own."""
+    groups = tuple(IndexGroup(layer) for layer in range(num_layers))
+    return KVLayout((CacheGroup("kv", num_layers, row_format(parts), groups, 0),), 64)
+
+
+def pages_in(layout: KVLayout, gib: float) -> int:
+    """Host pages that fill ``gib`` GiB over all layers."""
+    return int(gib * 2**30) // layout.host_group.bytes_per_page().rows
+
+
+def grow_memory(num_bytes: int) -> float:
+    """Touch ``num_bytes`` and give them back, slowly enough for a virtual machine that adds memory on demand.
+
+    Such a machine shows little memory at first, and a pool that asks for more is refused. Returns seconds.
+    Stops early when memory does not grow.
+    """
+    began = time.perf_counter()
+    held: list[mmap.mmap] = []
+    while len(held) * CHUNK < num_bytes and _wait_for_room():
+        held.append(mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            held[-1].madvise(mmap.MADV_HUGEPAGE)
+        parts = np.array_split(np.frombuffer(held[-1], dtype=np.uint8), 4)
+        with ThreadPoolExecutor(4) as executor:
+            list(executor.map(lambda part: part.fill(1), parts))
+        del parts
+    for mapping in held:
+        mapping.close()
+    return time.perf_counter() - began
+
+
+def _wait_for_room() -> bool:
+    deadline = time.perf_counter() + WAIT_SECONDS
+    while psutil.virtual_memory().available < SPARE:
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def open_pool(layout: KVLayout, num_pages: int) -> tuple[HostPool, float]:
+    """A host pool and the seconds its set-up took, memory growth apart."""
+    wanted = layout.host_bytes(num_pages)
+    if wanted > psutil.virtual_memory().available - SPARE and wanted > CHUNK:
+        print(f"growing the memory of the machine took {grow_memory(wanted + SPARE):.1f} s", flush=True)
+    began = time.perf_counter()
+    pool = HostPool(layout, num_pages)
+    return pool, time.perf_counter() - began
+
+
+def fill_random(pool: HostPool, device: torch.device) -> torch.Tensor:
+    """Random bytes in the first layer of a pool; the same bytes on ``device``, uint8 [pages, page_bytes]."""
+    host = pool.buffer[0]
+    generator = torch.Generator(device=device).manual_seed(0)
+    if device.type != "cuda":
+        host.random_(0, 256, generator=generator)
+        return host
+    mirror = torch.empty(host.shape, dtype=torch.uint8, device=device)
+    words = mirror.view(-1).view(torch.int64)
+    for chunk in words.split(1 << 27):
+        chunk.random_(generator=generator)
+    host.copy_(mirror)
+    return mirror
