@@ -10,7 +10,7 @@ from hisparse_sgl.kernels.resolve_reference import resolve_reference
 from hisparse_sgl.kernels.state import CopyPlan, HotState, Scratch, Tables
 
 MAX_HOT_ROWS = 32768
-LRU_BLOCK = 8192
+LRU_BLOCK = 4096
 WORD_BLOCK = 2048
 STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
 
@@ -196,5 +196,5 @@ def resolve(
         ENTRIES=entries,
         RANKS=ranks,
         WORDS=min(WORD_BLOCK, power_of_two(scratch.bitmap.shape[1])),
-        num_warps=32 if max(entries, ranks) > LRU_BLOCK else 16 if max(entries, ranks) > 1024 else 4,
+        num_warps=32 if entries > 4096 else 16 if max(entries, ranks) > 1024 else 4,
     )

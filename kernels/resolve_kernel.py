@@ -61,7 +61,7 @@ def _load_hot(
     row = tl.where(corrupt, 0, row)
     position = tl.load(remembered + row.to(tl.int64) * remembered_column, mask=sound, other=-1)
     key = tl.load(keys + row.to(tl.int64) * keys_column, mask=sound, other=-1).to(tl.int64)
-    sound &= (position >= 0) & (position // P < max_pages) & (key >= 0) & (key < num_slots)
+    sound &= (position >= 0) & (position // P < max_pages) & (key < num_slots)
     position = tl.where(sound, position, 0)
     page = tl.load(page_table + (position // P).to(tl.int64) * table_column, mask=sound, other=0).to(tl.int64)
     sound &= (page > 0) & (page * P + position % P == key)

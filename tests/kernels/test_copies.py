@@ -138,14 +138,14 @@ def test_scatter_copies_rows_in_all_layers(fmt: RowFormat, wanted: str) -> None:
 @implementations
 def test_scatter_of_nothing(wanted: str) -> None:
     fmt, device = FORMATS[0], device_of(wanted)
-    pool, host = random_pool(2, 3, fmt.page_bytes).to(device), random_pool(2, 3, fmt.page_bytes).to(device)
+    pool, host = (random_pool(2, 3, fmt.page_bytes).to(device) for _ in range(2))
     before, none = host.clone(), torch.zeros(0, dtype=torch.int32, device=device)
     scatter(pool, host, none, none, fmt, backend=wanted)
     assert torch.equal(host, before)
 
 
 def copy_far(pages: int, fmt: RowFormat, device: str, wanted: str) -> None:
-    """Gather the last row of a large pool and scatter it to another far row. Only touched pages are written."""
+    """Gather the last row of a large pool and scatter it to the row before. Few pages are ever touched."""
     pool = torch.empty((1, pages, fmt.page_bytes), dtype=torch.uint8, device=device)
     near = torch.zeros((1, 2, fmt.page_bytes), dtype=torch.uint8, device=device)
     last = pages * fmt.page_size - 1

@@ -275,9 +275,10 @@ def test_corrupt_hot_entries_are_read_again(device: str) -> None:
     step(world, positions, [1], device)
     world.hot.keys[1, :3] = torch.tensor([-9, 2**31 - 1, world.num_slots])
     world.hot.positions[1, 3:6] = torch.tensor([-5, 64, 2**31 - 1])
+    world.hot.keys[1, 6] = world.hot.keys[1, 7] + 1
     result = step(world, positions, [1], device)
-    assert result.stats == [2, 8, 0, 0]
-    assert len(result.plan.segment(0)) == 6
+    assert result.stats == [1, 8, 0, 0]
+    assert len(result.plan.segment(0)) == 7
     assert step(world, positions, [1], device).stats == [8, 8, 0, 0]
 
 
@@ -294,15 +295,18 @@ def test_corrupt_order_resets_one_request(device: str) -> None:
 
 
 @devices
-def test_of_two_rows_with_one_key_the_newest_wins(device: str) -> None:
+@pytest.mark.parametrize("block", [8, 4096])
+def test_of_two_rows_with_one_key_the_newest_wins(
+    block: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "LRU_BLOCK", block)
     world = make_world(resident=0.0)
     positions = torch.arange(4, dtype=torch.int32)[None]
     step(world, positions, [1], device)
     for row in (9, 12):
         world.hot.keys[1, row], world.hot.positions[1, row] = world.hot.keys[1, 2], 2
-    world.hot.lru[1] = torch.tensor(
-        [4, 9, 5, 12, 2, *[row for row in range(16) if row not in (4, 9, 5, 12, 2)]]
-    )
+    oldest = [4, 9, 5, 12, 13, 14, 15, 10, 11, 2]
+    world.hot.lru[1] = torch.tensor([*oldest, *(row for row in range(16) if row not in oldest)])
     result = step(world, torch.tensor([[2, 20, 21, 22]], dtype=torch.int32), [1], device)
     hot_pages = world.tables.hot_pages[1].tolist()
     assert result.out_rows[0].tolist() == [hot_pages[row // 4] * 4 + row % 4 for row in (2, 4, 9, 5)]
@@ -317,6 +321,16 @@ def test_slot_outside_the_host_pool_is_planned_as_a_zero_row(device: str) -> Non
         assert (-1, int(result.out_rows[0, 0])) in result.plan.segment(0)
         assert -1 not in result.out_rows.tolist()[0]
         assert 8 not in result.hot.positions[1]
+
+
+@devices
+def test_a_held_slot_outside_the_host_pool_is_no_hit(device: str) -> None:
+    world = make_world(resident=0.0)
+    positions = torch.tensor([[8, 3]], dtype=torch.int32)
+    step(world, positions, [1], device)
+    slot = int(world.hot.keys[1, 0])
+    world.num_slots = slot
+    assert (-1, world.tables.hot_pages[1, 0] * 4 + 2) in step(world, positions, [1], device).plan.segment(0)
 
 
 @devices
