@@ -51,7 +51,7 @@ class Scheduler:
         self._admit()
         prefilled = self._prefill()
         decoded = self._decode()
-        if prefilled or decoded or self.pool.coordinator.wait():
+        if prefilled or decoded or self.pool.wait():
             return
         if not self.running:
             raise RuntimeError(f"request {self.waiting[0].rid} fits no empty pool: raise device_pages")

@@ -221,6 +221,11 @@ class HiSparsePool:
         self.runtime.join()
         self.coordinator.step_done(step)
 
+    def wait(self) -> bool:
+        """Block for the oldest copy in flight, for a scheduler that has nothing else to do. False if none is."""
+        self._check_open()
+        return self.coordinator.wait()
+
     def retract(self, rid: str) -> None:
         """Take a running request back; what is durable of it is published. Admit it again to go on."""
         self._check_open()
