@@ -23,7 +23,7 @@ INT32 = torch.int32
 ROW_BYTES, INDEX_BYTES = 16, 8
 
 
-def snapshot(value: object, seen: dict[int, int] | None = None) -> object:
+def snapshot(value: Any, seen: dict[int, int] | None = None) -> object:
     """Every field and every byte that can be reached, by content: equal for equal states."""
     seen = {} if seen is None else seen
     if value is None or isinstance(value, str | bytes | bytearray | int | float | Enum):
@@ -94,6 +94,14 @@ def pool() -> Iterator[HiSparsePool]:
         yield pool
 
 
+@pytest.fixture
+def idle(pool: HiSparsePool) -> HiSparsePool:
+    """The same pool between two steps: 12 tokens of "r" are published."""
+    pool.step_done()
+    pool.coordinator.collect()
+    return pool
+
+
 def check_refused(pool: HiSparsePool, call: Call, words: tuple[str, ...]) -> None:
     pool.check_integrity()
     before = snapshot(pool)
@@ -139,8 +147,8 @@ def test_the_snapshot_sees_every_kind_of_change(pool: HiSparsePool) -> None:
         (lambda p: p.admit("q", [1], 1.5), ("extra_key=1.5", "float", "use str")),
     ],
 )
-def test_sizes_of_a_request(pool: HiSparsePool, call: Call, words: tuple[str, ...]) -> None:
-    check_refused(pool, call, words)
+def test_sizes_of_a_request(idle: HiSparsePool, call: Call, words: tuple[str, ...]) -> None:
+    check_refused(idle, call, words)
 
 
 def test_a_prompt_larger_than_the_device_pool() -> None:
@@ -170,9 +178,9 @@ def test_a_prompt_larger_than_the_device_pool() -> None:
         torch.ones(2, 2, dtype=torch.int64),
     ],
 )
-def test_token_ids_that_are_no_int32(pool: HiSparsePool, token_ids: Any) -> None:
-    check_refused(pool, lambda p: p.admit("q", token_ids), ("token",))
-    check_refused(pool, lambda p: p.append_tokens("r", token_ids), ("token",))
+def test_token_ids_that_are_no_int32(idle: HiSparsePool, token_ids: Any) -> None:
+    check_refused(idle, lambda p: p.admit("q", token_ids), ("token",))
+    check_refused(idle, lambda p: p.append_tokens("r", token_ids), ("token",))
 
 
 @pytest.mark.parametrize(
@@ -199,9 +207,9 @@ def test_token_ids_of_every_container_name_the_same_prefix(pool: HiSparsePool, t
     ],
 )
 def test_a_request_that_is_not_running(
-    pool: HiSparsePool, rid: str, call: Callable[[HiSparsePool, str], object]
+    idle: HiSparsePool, rid: str, call: Callable[[HiSparsePool, str], object]
 ) -> None:
-    check_refused(pool, lambda p: call(p, rid), (f"rid {rid!r} is not running", "Admit it first"))
+    check_refused(idle, lambda p: call(p, rid), (f"rid {rid!r} is not running", "Admit it first"))
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "retract"])
@@ -216,7 +224,6 @@ def test_an_id_can_be_used_again_after_its_request_ended(pool: HiSparsePool, end
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda p: p.begin_step(["r"]), ("begin_step was called twice", "call step_done")),
         (lambda p: p.begin_step(["r", "r"]), ("rids ['r', 'r']", "twice", "name each once")),
         (lambda p: p.begin_step(["r", "never"]), ("rid 'never' is not running", "Admit it first")),
         (lambda p: p.begin_step(["r"], 0), ("query_rows is 0", "between 1 and", "raise")),
@@ -224,15 +231,13 @@ def test_an_id_can_be_used_again_after_its_request_ended(pool: HiSparsePool, end
         (lambda p: p.begin_step(["r"], 1.0), ("query_rows is 1.0", "whole number", "convert")),
     ],
 )
-def test_batches(pool: HiSparsePool, call: Call, words: tuple[str, ...]) -> None:
-    check_refused(pool, call, words)
+def test_batches(idle: HiSparsePool, call: Call, words: tuple[str, ...]) -> None:
+    check_refused(idle, call, words)
+    idle.begin_step(["r"])
 
 
-def test_a_batch_after_the_step_is_over(pool: HiSparsePool) -> None:
-    pool.step_done()
-    for rids in (["r", "r"], ["r", "gone"]):
-        check_refused(pool, lambda p, rids=rids: p.begin_step(rids), ("rid",))
-    pool.begin_step(["r"])
+def test_a_step_inside_a_step(pool: HiSparsePool) -> None:
+    check_refused(pool, lambda p: p.begin_step(["late"]), ("begin_step was called", "call step_done"))
 
 
 @pytest.mark.parametrize(
