@@ -18,8 +18,8 @@ class Cell:
 
     ``parts`` bytes of a host row, ``context`` tokens a request, ``pool_gib`` size of the host pool,
     ``placement`` how a request's pages lie in it. With ``resident`` all pages are on the device: nothing is
-    looked up or copied. ``query_rows`` rows of one request are windows on one list, each moved on by a quarter
-    of top-k, so neighbours share three quarters.
+    looked up or copied. The ``query_rows`` rows of a request are windows on one list, each moved on by a
+    quarter of top-k, so neighbours share three quarters.
     """
 
     batch: int

@@ -14,8 +14,11 @@ from benchmarks.workload import row_format
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout
 
-CHUNK = 1 << 30
+CHUNK = 1 << 29
+ROOM = 3 << 29
+"""Bytes that stay available while the memory of the machine grows."""
 SPARE = 6 << 30
+"""Bytes that stay available beside a pool."""
 WAIT_SECONDS = 5.0
 
 
@@ -53,7 +56,7 @@ def grow_memory(num_bytes: int) -> float:
 
 def _wait_for_room() -> bool:
     deadline = time.perf_counter() + WAIT_SECONDS
-    while psutil.virtual_memory().available < SPARE:
+    while psutil.virtual_memory().available < ROOM:
         if time.perf_counter() > deadline:
             return False
         time.sleep(0.05)
@@ -70,16 +73,13 @@ def open_pool(layout: KVLayout, num_pages: int) -> tuple[HostPool, float]:
     return pool, time.perf_counter() - began
 
 
-def fill_random(pool: HostPool, device: torch.device) -> torch.Tensor:
-    """Random bytes in the first layer of a pool; the same bytes on ``device``, uint8 [pages, page_bytes]."""
-    host = pool.buffer[0]
+def fill_random(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Random bytes in ``host``, uint8; the same bytes on ``device`` (on a CPU ``host`` itself)."""
     generator = torch.Generator(device=device).manual_seed(0)
     if device.type != "cuda":
-        host.random_(0, 256, generator=generator)
-        return host
+        return host.random_(0, 256, generator=generator)
     mirror = torch.empty(host.shape, dtype=torch.uint8, device=device)
-    words = mirror.view(-1).view(torch.int64)
-    for chunk in words.split(1 << 27):
+    for chunk in mirror.view(-1).view(torch.int64).split(1 << 27):
         chunk.random_(generator=generator)
     host.copy_(mirror)
     return mirror

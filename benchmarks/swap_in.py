@@ -32,6 +32,7 @@ class Pools:
         self.mirror = torch.empty(0)
         self.gib_per_second = 0.0
         self.memcpy_gbps = 0.0
+        self.refused: dict[object, str] = {}
 
     def get(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool's only layer, and its bytes on the device."""
@@ -39,9 +40,15 @@ class Pools:
             self.close()
             layout = memory.layout_of(cell.parts)
             num_pages = memory.pages_in(layout, cell.pool_gib)
-            self.pool, seconds = memory.open_pool(layout, num_pages)
+            if cell.pool in self.refused:
+                raise ValueError(self.refused[cell.pool])
+            try:
+                self.pool, seconds = memory.open_pool(layout, num_pages)
+            except ValueError as error:
+                self.refused[cell.pool] = str(error)
+                raise
             self.gib_per_second = self.pool.num_bytes / 2**30 / seconds
-            self.mirror = memory.fill_random(self.pool, self.device)
+            self.mirror = memory.fill_random(self.pool.buffer[0], self.device)
             self.key = cell.pool
             self.memcpy_gbps = self._memcpy()
             print(
@@ -65,7 +72,7 @@ class Pools:
 
 
 def time_cell(work: Workload, start: HotState, plans: list[CopyPlan]) -> dict[str, timing.Sample]:
-    """Microseconds a step of the plan alone, the copy alone and both. State is put back before each replay."""
+    """Microseconds a step of the plan, the copy and both. State is put back before each replay."""
     device = work.mirror.device
     steps = range(1, work.steps + 1)
 
@@ -127,19 +134,23 @@ def run_cell(cell: Cell, pools: Pools, peer: Any, arguments: argparse.Namespace)
         rate = cell.bytes_per_step / times["copy"].p50 / 1e3
         values |= {"copy_gbps": round(rate, 2), "copy_of_memcpy": round(rate / pools.memcpy_gbps, 3)}
     if peer is not None and peer.supports(cell):
-        values["sglang"] = peer.run(work)
+        try:
+            values["sglang"] = peer.run(work)
+        except RuntimeError as error:
+            timing.synchronize(pools.device)
+            print(f"SGLang is left out of this case: {error}", flush=True)
     return values
 
 
 HEAD = (
-    "cell", "plan", "copy", "whole", "p20-p80", "over", "GB/s", "of memcpy", "limit",
+    "cell", "plan", "copy", "whole", "p20-p80", "over", "GB/s", "of memcpy", "at memcpy", "at 45.8",
     "SGL plan", "SGL whole", "ratio",
 )  # fmt: skip
 
 
 def row_of(values: dict[str, Any]) -> list[str]:
-    """One line of the table. over: whole - plan - copy. limit: the bytes at what a kernel can read. SGL: the
-    faster of its block sizes."""
+    """One line of the table. over: whole - plan - copy. at: the bytes at memcpy's rate, and at 45.8 GB/s, what
+    a kernel can read. SGL: the faster of its block sizes."""
 
     def time_of(name: str, quantile: str = "p50") -> float | None:
         return values[name][quantile] if name in values else None
@@ -152,23 +163,26 @@ def row_of(values: dict[str, Any]) -> list[str]:
     peer_whole = min((block["whole_us"]["p50"] for block in blocks), default=None)
     ratio = peer_whole / whole if peer_whole and whole else None
     figures = [over, values.get("copy_gbps"), values.get("copy_of_memcpy")]
-    limit = values["bytes"] / timing.KERNEL_READ_GBPS / 1e3
+    limits = [values["bytes"] / values[name] / 1e3 for name in ("memcpy_gbps", "kernel_read_gbps")]
     shown = [f"{value:.1f}" if value is not None else "-" for value in (plan, copy, whole)]
     shown.append(spread)
     shown += [f"{value:.2f}" if value is not None else "-" for value in figures]
-    shown.append(f"{limit:.1f}")
+    shown += [f"{limit:.1f}" for limit in limits]
     shown += [f"{value:.1f}" if value is not None else "-" for value in (peer_plan, peer_whole)]
     return [values["cell"], *shown, f"{ratio:.2f}x" if ratio else "-"]
 
 
-def load_peer(folder: str | None, device: torch.device) -> Any:
+def load_peer(folder: str | None, chosen: list[Cell], device: torch.device) -> Any:
     """SGLang's kernels, or None (which is said) when they are not wanted or cannot be built."""
     if folder is None or device.type != "cuda":
         return None
     from benchmarks.peers.sglang import Peer
 
     try:
-        return Peer(folder)
+        began = time.monotonic()
+        peer = Peer(folder, chosen)
+        print(f"SGLang's kernels were built in {time.monotonic() - began:.1f} s", flush=True)
+        return peer
     except Exception as error:
         print(f"SGLang's kernels are left out: {type(error).__name__}: {error}", flush=True)
         return None
@@ -198,7 +212,7 @@ def main() -> int:
     budget = report.Budget(arguments.budget_seconds)
     results = report.Report(arguments.out / "swap_in.jsonl", device)
     empty = timing.measure_empty(device, arguments.steps)
-    peer = load_peer(arguments.sglang, device)
+    peer = load_peer(arguments.sglang, chosen, device)
     pools = Pools(device)
     rows, failures, skipped = [], [], []
     try:

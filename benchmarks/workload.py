@@ -50,8 +50,10 @@ def place_pages(rng: np.random.Generator, cell: Cell, num_pages: int, page_bytes
 
 
 def select_positions(rng: np.random.Generator, cell: Cell, steps: int) -> np.ndarray:
-    """Positions int32 [steps + 1, query_rows, top_k] of one request. Each step takes ``misses`` positions that
-    no step before it selected, in place of as many others; with 0 it shuffles the same ones.
+    """Positions int32 [steps + 1, query_rows, top_k] of one request.
+
+    Each step takes ``misses`` positions that no step before it selected, in place of as many others; with 0
+    it shuffles the same ones.
 
     Raises:
         ValueError: the context has too few positions.
