@@ -1,7 +1,8 @@
 """Shared test set-up.
 
 Triton's interpreter must be chosen before anything imports ``triton.language``, and it cannot live in one
-process with compiled kernels: machines with a CUDA device run the compiled kernels, all others the interpreter.
+process with compiled kernels: machines with a CUDA device run the compiled kernels, all others the
+interpreter.
 """
 
 from __future__ import annotations
