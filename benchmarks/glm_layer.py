@@ -42,7 +42,7 @@ TINY = Shape(
 
 
 class Layer:
-    """Random weights of one layer; its two methods lie before and after the point where the rows are needed."""
+    """Random weights of one layer; its two methods lie before and after the point that needs the rows."""
 
     def __init__(self, shape: Shape, leader: bool, device: torch.device) -> None:
         self.shape = shape

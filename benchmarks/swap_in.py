@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cells, gate, memory, plot, report, timing, workload
+from benchmarks import cells, gate, memory, plot, report, targets, timing, workload
 from benchmarks.cells import Cell
 from benchmarks.workload import Workload
 from hisparse_sgl.kernels.state import CopyPlan, HotState
@@ -136,9 +136,9 @@ def run_cell(cell: Cell, pools: Pools, peer: Any, arguments: argparse.Namespace)
     if peer is not None and peer.supports(cell):
         try:
             values["sglang"] = peer.run(work)
-        except RuntimeError as error:
+        except Exception as error:
             timing.synchronize(pools.device)
-            print(f"SGLang is left out of this case: {error}", flush=True)
+            print(f"SGLang is left out of this case: {type(error).__name__}: {error}", flush=True)
     return values
 
 
@@ -149,8 +149,8 @@ HEAD = (
 
 
 def row_of(values: dict[str, Any]) -> list[str]:
-    """One line of the table. over: whole - plan - copy. at: the bytes at memcpy's rate, and at 45.8 GB/s, what
-    a kernel can read. SGL: the faster of its block sizes."""
+    """One line of the table. over: whole - plan - copy. at: the bytes at memcpy's rate, and at the 45.8 GB/s
+    that a kernel can read. SGL: the faster of its block sizes."""
 
     def time_of(name: str, quantile: str = "p50") -> float | None:
         return values[name][quantile] if name in values else None
@@ -241,6 +241,8 @@ def main() -> int:
     print()
     print(f"microseconds a step (p50); an empty kernel takes {empty.p50:.2f}")
     print(report.table(list(HEAD), rows))
+    if rows and not arguments.tiny:
+        print(targets.summary(results.path))
     for name, names in (("failed", failures), ("not started, out of time", skipped)):
         if names:
             print(f"{name}: " + "; ".join(names))
