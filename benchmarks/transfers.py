@@ -92,7 +92,7 @@ class Bench:
             raise RuntimeError("restore: the pages are not what was spilled")
 
 
-def count_launches(body: Callable[[], None], device: torch.device) -> int | None:
+def count_launches(body: Callable[[], None], device: torch.device) -> dict[str, int] | None:
     """Kernels and copies that ``body`` puts on the device; None without a GPU or a profiler."""
     if device.type != "cuda":
         return None
@@ -103,7 +103,9 @@ def count_launches(body: Callable[[], None], device: torch.device) -> int | None
     except RuntimeError as error:
         print(f"launches are not counted: {error}", flush=True)
         return None
-    return sum(event.device_type.name == "CUDA" for event in profile.events() or [])
+    names = [event.name for event in profile.events() or [] if event.device_type.name == "CUDA"]
+    copies = sum(name.startswith("Mem") for name in names)
+    return {"kernels": len(names) - copies, "copies": copies}
 
 
 def measure_mirror(bench: Bench, to_host_gbps: float) -> dict[str, Any]:
