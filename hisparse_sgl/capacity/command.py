@@ -1,0 +1,3 @@
+"""The commands ``plan`` and ``config``."""
+
+from __future__ import annotations

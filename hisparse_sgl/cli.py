@@ -1,0 +1,65 @@
+"""The command line: ``hisparse-sgl plan``, ``config`` and ``replay``.
+
+Exit codes: 0 as wanted, 1 a finding, 2 bad input (one line on standard error that names the place and the fix).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+COMMANDS = {
+    "plan": "hisparse_sgl.capacity.command",
+    "config": "hisparse_sgl.capacity.command",
+    "replay": "hisparse_sgl.replay.command",
+}
+EXTRA = ("typer", "rich")
+BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code. ``ValueError`` from a command is bad input."""
+    try:
+        import typer
+
+        command = typer.main.get_command(build_app())
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        return refuse(f"{error.name} is missing: pip install 'hisparse-sgl[tools]'")
+    try:
+        code = command.main(list(arguments), prog_name="hisparse-sgl", standalone_mode=False)
+    except typer.Abort:
+        return refuse("interrupted")
+    except ValueError as error:
+        return refuse(str(error))
+    except Exception as error:
+        # Not a class of typer: its releases up to 0.15 raise those of click, later ones their own copy.
+        if not hasattr(error, "format_message"):
+            raise
+        return refuse(error.format_message())
+    return code if isinstance(code, int) else 0
+
+
+def build_app() -> Any:
+    """The typer application. A command's module is read here, so that importing this one needs no extra."""
+    import typer
+
+    app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    for name, module in COMMANDS.items():
+        found: Callable[..., object] = getattr(import_module(module), name)
+        app.command(name)(found)
+    return app
+
+
+def refuse(message: str) -> int:
+    """Print one line on standard error and return the exit code of bad input."""
+    print("hisparse-sgl: error: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT
