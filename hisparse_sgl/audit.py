@@ -10,7 +10,7 @@ from hisparse_sgl.runtime import Runtime
 
 
 def count_mismatches(coordinator: Coordinator, runtime: Runtime) -> int:
-    """Rows of durable resident pages and of hot regions whose bytes differ from the host's, over all layers.
+    """Rows of durable pages, resident or in hot regions, whose bytes differ from the host's, over all layers.
 
     The device tables must be up to date. Reads the device and waits for it.
     """
@@ -29,7 +29,7 @@ def _resident(coordinator: Coordinator, runtime: Runtime) -> int:
 
 
 def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
-    size, mismatches = coordinator.page_size, 0
+    size, mismatches, durable = coordinator.page_size, 0, coordinator.pages.is_durable
     for request in coordinator.requests.values():
         if not request.hot_pages:
             continue
@@ -37,7 +37,8 @@ def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
         rows = (pages[:, None] * size + torch.arange(size)).flatten()
         for index, group in enumerate(runtime.groups):
             keys = runtime.hot.keys[index, request.row].cpu().long()
-            held = keys >= 0
+            # A page that is being written again is not true on the host until it is durable.
+            held = torch.tensor([key >= 0 and durable(key // size) for key in keys.tolist()])
             mismatches += sum(_differing(runtime, layer, keys[held], rows[held]) for layer in group.layers)
     return mismatches
 

@@ -10,11 +10,11 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
-from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.config import ACTIVE_TAIL_PAGES, HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
 from hisparse_sgl.metrics import Counters
-from hisparse_sgl.pages import Pages, PageState
+from hisparse_sgl.pages import Pages
 from hisparse_sgl.radix.events import EventLog
 from hisparse_sgl.radix.gate import PublicationGate
 from hisparse_sgl.radix.page_hash import ExtraKey, PageHasher, TokenIds
@@ -81,7 +81,7 @@ class Coordinator:
         hasher = PageHasher(self.page_size, extra_key)
         hasher.extend(token_ids)
         outcome = self._try_admit(rid, hasher)
-        for _ in range(0 if self.requests else len(self.pages.flights)):
+        for _ in range(0 if self.requests else self._worth_waiting()):
             if isinstance(outcome, Admission) or not self.wait():
                 break  # else nothing runs that could give pages back, besides the copies in flight
             outcome = self._try_admit(rid, hasher)
@@ -95,23 +95,16 @@ class Coordinator:
     def extend(self, rid: str, n: int) -> list[int] | Deferred:
         """Slots for the next ``n`` tokens; new pages are leased resident. Deferred changes nothing."""
         request = self.request(rid)
-        if n < 1 or request.num_tokens + n > self.config.context_len:
-            raise ValueError(
-                f"n is {n} for rid {rid!r} with {request.num_tokens} tokens, the limit is "
-                f"{self.config.context_len - request.num_tokens} (context_len {self.config.context_len}): "
-                "finish the request or raise context_len"
-            )
+        self._check_growth(request, n)
         reason = self._unready(request) or self._cannot_grow(request, n)
-        for _ in range(len(self.pages.flights)):
+        for _ in range(self._worth_waiting()):
             if reason not in ("host pages", "device pages") or not self.wait():
                 break
             reason = self._unready(request) or self._cannot_grow(request, n)
         if reason:
             return Deferred(reason)
         if request.num_tokens % self.page_size:
-            last = request.pages[-1]
-            if self.pages.states[last] is not PageState.DIRTY:
-                self.pages.reopen(last)
+            self.pages.reopen(request.pages[-1])
         held = len(request.pages)
         slots = self.allocator.extend(request.pages, request.num_tokens, n)
         assert slots is not None
@@ -135,7 +128,8 @@ class Coordinator:
     def rewind(self, rid: str, num_tokens: int) -> None:
         """Take back all tokens after the first ``num_tokens``: rejected drafts, or rows to be written again.
 
-        Published tokens cannot be taken back. The hot copies of the slots taken back are invalidated.
+        Published tokens cannot be taken back. The token ids behind ``num_tokens`` are forgotten too, unless
+        nothing is taken back. The hot copies of the slots taken back are invalidated.
         """
         request = self.request(rid)
         least = max(1, request.publication.published * self.page_size)
@@ -144,11 +138,14 @@ class Coordinator:
                 f"num_tokens is {num_tokens} for rid {rid!r}, it must be between {least} (published) and "
                 f"{request.num_tokens} (tokens it has)"
             )
+        if num_tokens == request.num_tokens:
+            return
         if request.hot_pages:
             taken = range(num_tokens, request.num_tokens)
             self.deltas.rewritten += [(request.row, self._slot(request, p)) for p in taken]
         request.num_tokens = num_tokens
         request.num_settled = min(request.num_settled, num_tokens)
+        request.num_started = min(request.num_started, num_tokens)
         if request.hasher.num_tokens > num_tokens:
             request.hasher.truncate(num_tokens)
         kept = -(-num_tokens // self.page_size)
@@ -157,15 +154,20 @@ class Coordinator:
             self.deltas.page_runs.append((request.row, kept, [0] * len(gone)))
         self.pages.free(gone)
 
-    def step_done(self, written: Sequence[tuple[Request, int]]) -> None:
-        """A forward is over: of each request, the rows of its first ``int`` tokens are written.
+    def begin_step(self, requests: Sequence[Request]) -> None:
+        """A forward starts that writes the rows of all tokens these requests have now."""
+        for request in requests:
+            request.num_started = request.num_tokens
+
+    def step_done(self, requests: Sequence[Request]) -> None:
+        """The forward of these requests is over: what they had at its begin and still have is written.
 
         Requests that have ended since are passed over.
         """
         mirrored: list[int] = []
-        for request, num_tokens in written:
+        for request in requests:
             if self.requests.get(request.rid) is request:
-                mirrored += self._settle(request, min(num_tokens, request.num_tokens))
+                mirrored += self._settle(request, request.num_started)
         if self.config.eager_host_mirror:
             self.pages.mirror(mirrored, self.page_size)
         self.collect()
@@ -244,13 +246,34 @@ class Coordinator:
                 f"({self.config.host_pages - 1} pages). Raise device_pages or host_pages"
             )
 
+    def _check_growth(self, request: Request, n: int) -> None:
+        most = self.config.context_len
+        if n < 1 or request.num_tokens + n > most:
+            raise ValueError(
+                f"n is {n} for rid {request.rid!r} with {request.num_tokens} tokens, the limit is "
+                f"{most - request.num_tokens} (context_len {most}): finish the request or raise context_len"
+            )
+        needed = self.allocator.pages_needed(request.num_tokens, n, len(request.pages))
+        limit = self.config.device_pages - 1 - self.sizes.hot_pages - ACTIVE_TAIL_PAGES
+        if needed - request.promised > limit:
+            raise ValueError(
+                f"n is {n} for rid {request.rid!r}: {needed} new pages, the limit of this pool is {limit} at "
+                "once. Extend in smaller pieces, each with its own forward, or raise device_pages"
+            )
+
+    def _worth_waiting(self) -> int:
+        """How many copies to wait for at most: those in flight, and one for each page not durable yet."""
+        return len(self.pages.flights) + len(self.pages.to_spill) + len(self.pages.spill_ids)
+
     def _try_admit(self, rid: str, hasher: PageHasher) -> Admission | Deferred:
-        match = self.tree.match(hasher.hashes[: (hasher.num_tokens - 1) // self.page_size])
+        hashes = hasher.hashes[: (hasher.num_tokens - 1) // self.page_size]
+        match = self.tree.peek(hashes)
         self.tree.lock(match.node)
         try:
             reason = self._lacks(match, hasher.num_tokens)
             if reason:
                 return Deferred(reason)
+            self.tree.match(hashes)  # counts as a use, which a deferred admission must not
             num_resident = sum(map(self.leases.is_resident, match.pages))
             request = self._enter(rid, hasher, match)
             return Admission(request.num_tokens, num_resident * self.page_size)
@@ -282,7 +305,7 @@ class Coordinator:
         def missing() -> int:
             return pages + self.residency.promised - self.allocator.num_free
 
-        while missing() > 0 and self.tree.num_evictable:
+        while 0 < missing() <= self.tree.num_evictable:
             self.pages.free(self.tree.evict(missing()))
         return missing() <= 0
 
@@ -316,10 +339,11 @@ class Coordinator:
         self.collect()
         if self.residency.is_ready(request):
             return None
-        first = self.residency.first_needed(request)
-        needed = self.residency.cost(request.pages[first : request.pin_start])
-        if not self.residency.relieve(needed, self.requests.values()):
-            return "device pages"
+        unpinned = request.pages[self.residency.first_needed(request) : request.pin_start]
+        # Giving hot regions can unpin or reuse these very pages.
+        while self.residency.available < self.residency.cost(unpinned):
+            if not self.residency.relieve(self.residency.cost(unpinned), self.requests.values()):
+                return "device pages"
         self.residency.pin(request)
         return None if self.residency.is_ready(request) else "restoring"
 
@@ -332,7 +356,7 @@ class Coordinator:
             return "host pages"
         # Yield before the last pages go: a hot region can only be given while one still fits.
         self.residency.relieve(extra + self.sizes.transition_watermark, self.requests.values())
-        return "device pages" if self.residency.available < extra else None
+        return None if self.residency.has_room(request, extra) else "device pages"
 
     def _slot(self, request: Request, position: int) -> int:
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size

@@ -43,6 +43,11 @@ def _check_request(c: Coordinator, request: Request) -> None:
         )
     if request.pin_start < first:
         raise RuntimeError(f"{request.rid}: pins from page {request.pin_start} on, needs {first}")
+    waiting = {p for p in request.pages[request.pin_start :] if c.leases.is_restoring(p)}
+    if not waiting <= set(request.restoring):
+        raise RuntimeError(
+            f"{request.rid}: pages {waiting} are restoring, {request.restoring} are waited for"
+        )
     lost = [p for p in request.pages if not c.leases.is_resident(p) and not c.pages.is_durable(p)]
     if lost:
         raise RuntimeError(f"{request.rid}: pages {lost} are neither on the device nor durable (rule 1)")
@@ -95,9 +100,11 @@ def _check_states(c: Coordinator) -> None:
 
 def _check_promises(c: Coordinator) -> None:
     promised = sum(request.promised for request in c.requests.values())
-    if promised != c.residency.promised or c.residency.available < 0:
+    free = min(c.leases.num_free, c.allocator.num_free)
+    if promised != c.residency.promised or promised > free:
         raise RuntimeError(
-            f"{promised} pages promised, {c.residency.promised} counted, {c.leases.num_free} free (rule 10)"
+            f"{promised} pages promised, {c.residency.promised} counted, {c.leases.num_free} device and "
+            f"{c.allocator.num_free} host pages free (rule 10)"
         )
     rows = sorted([r.row for r in c.requests.values()] + c.free_rows)
     if rows != list(range(c.config.max_requests)):

@@ -84,7 +84,7 @@ class HiSparsePool:
                 on_lease=self.device_pool.poison_pages if config.poison else None,
             )
             opened.pop_all()
-        self._step: list[tuple[Request, int]] = []
+        self._step: list[Request] = []
 
     def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
         """Let a request in with its longest durable prefix; at least one token is left to compute.
@@ -92,11 +92,13 @@ class HiSparsePool:
         ``extra_key`` (LoRA id, tenant salt) separates prefixes: requests with different keys never share.
         """
         self._check_open()
+        self._check_between_steps("admit")
         return self.coordinator.admit(rid, _on_cpu(token_ids), extra_key)
 
     def extend(self, rid: str, n: int) -> torch.Tensor | Deferred:
         """Slots int32 [n] on the device for the next ``n`` tokens of a request."""
         self._check_open()
+        self._check_between_steps("extend")
         slots = self.coordinator.extend(rid, whole("n", n))
         if isinstance(slots, Deferred):
             return slots
@@ -115,7 +117,9 @@ class HiSparsePool:
     def begin_step(self, rids: Sequence[str], query_rows: int = 1) -> None:
         """The batch of the next forward, in batch order; brings the device tables up to date.
 
-        The tokens that these requests have now are the ones that ``step_done`` counts as written.
+        The tokens that these requests have now are the ones that ``step_done`` counts as written, but for
+        those that ``rewind`` takes back. When the forward fails, retract or abort these requests: that ends
+        the step as well.
         """
         self._check_open()
         if len(set(rids)) != len(rids):
@@ -126,11 +130,17 @@ class HiSparsePool:
                 "raise HiSparseConfig.query_rows"
             )
         requests = [self.coordinator.request(rid) for rid in rids]
-        if self._step:
-            raise ValueError("begin_step was called twice: call step_done after each forward")
+        self._check_between_steps("begin_step")
+        is_ready = self.coordinator.residency.is_ready
+        waiting = [request.rid for request in requests if not (request.hot_pages or is_ready(request))]
+        if waiting:
+            raise ValueError(
+                f"rids {waiting} wait for pages to be restored: leave each out until extend returns its slots"
+            )
         self._apply()
         self.runtime.set_batch([request.row for request in requests], query_rows)
-        self._step = [(request, request.num_tokens) for request in requests]
+        self.coordinator.begin_step(requests)
+        self._step = requests
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows of new tokens to their resident pages.
@@ -222,8 +232,9 @@ class HiSparsePool:
         self.coordinator.step_done(step)
 
     def wait(self) -> bool:
-        """Block for the oldest copy in flight, for a scheduler that has nothing else to do. False if none is."""
+        """Block for the oldest copy in flight, for want of other work. False if there is none."""
         self._check_open()
+        self._check_between_steps("wait")
         return self.coordinator.wait()
 
     def retract(self, rid: str) -> None:
@@ -327,6 +338,14 @@ class HiSparsePool:
 
     def _check_layer(self, layer: int) -> None:
         self.layout.group_of(whole("layer", layer))
+
+    def _check_between_steps(self, call: str) -> None:
+        # Pages that a forward still reads would be handed out.
+        if any(self.coordinator.requests.get(request.rid) is request for request in self._step):
+            raise ValueError(
+                f"{call} was called while a step is open: call step_done first, or retract or abort the "
+                f"requests of the step, {[request.rid for request in self._step]}"
+            )
 
     def _group_id(self, layer: int) -> int:
         if layer not in self.group_ids:

@@ -38,6 +38,7 @@ class Request:
     pages: list[int]
     num_tokens: int  # slots handed out
     num_settled: int  # rows written by finished forwards
+    num_started: int = 0  # rows that the open step counts as written when it is over
     pin_start: int = 0
     restoring: list[int] = field(default_factory=list)  # pinned pages whose bytes are on their way
     promised: int = 0  # pages of the prompt that are not leased yet

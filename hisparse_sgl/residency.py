@@ -41,15 +41,15 @@ class Residency:
         """Pin what the request needs; missing pages start to be restored. The caller knows there is room."""
         first = self.first_needed(request)
         wanted = request.pages[first : request.pin_start]
+        present = [page for page in wanted if self.leases.device_page_of(page)]
+        for page in present:
+            self.leases.pin(page)
         missing = [page for page in wanted if not self.leases.device_page_of(page)]
-        for page in wanted:
-            if page not in missing:
-                self.leases.pin(page)
         self.pages.restore(missing)
         for page in missing:
             self.leases.pin(page)
         request.pin_start = first
-        request.restoring = [page for page in wanted if self.leases.is_restoring(page)]
+        request.restoring = [page for page in request.pages[first:] if self.leases.is_restoring(page)]
 
     def is_ready(self, request: Request) -> bool:
         """Every page that the request needs on the device can be read there."""
@@ -77,6 +77,18 @@ class Residency:
             self._give_hot(request)
         return self.available >= target
 
+    def has_room(self, request: Request, pages: int) -> bool:
+        """Whether the request can take more pages. May give it a hot region.
+
+        It is not to become one that must yield and cannot, because its region does not fit any more.
+        """
+        stays_small = len(request.pages) + pages <= self.sizes.hot_pages + ACTIVE_TAIL_PAGES
+        if not (request.hot_pages or stays_small or self.available >= pages + self.sizes.hot_pages):
+            if request.prefilling or request.restoring or self.available < self.sizes.hot_pages:
+                return False
+            self._give_hot(request)
+        return self.available >= pages
+
     def release(self, request: Request) -> None:
         """Drop the pins, the hot region and the promise of a request that ends."""
         self._unpin(request, len(request.pages))
@@ -94,6 +106,7 @@ class Residency:
             self.leases.unpin(page)
         del request.pages[count:]
         request.pin_start = min(request.pin_start, count)
+        request.restoring = [page for page in request.restoring if page not in gone]
         return gone
 
     def _can_yield(self, request: Request) -> bool:

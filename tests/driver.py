@@ -1,0 +1,388 @@
+"""Random requests against a pool, every answer compared with the oracle. Hypothesis and the soak steer it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import torch
+from late_transfers import LateTransfers
+from oracle import INDEX_ROW_BYTES, ROW_BYTES, Oracle, Prefix, Record, WrongBytes
+
+from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+from hisparse_sgl.pool import HiSparsePool
+from hisparse_sgl.requests import Deferred, Request
+
+PAGE_SIZE = 4
+CONTEXT_LEN = 48
+GROUPS = (IndexGroup(0, (1,)), IndexGroup(2))
+NUM_LAYERS = 3
+TENANTS = (None, None, None, "a", ("a", 1))
+ACTIONS = ("step",) * 15 + ("admit",) * 5 + ("land",) * 7 + ("end", "run", "fail", "rewind", "flush")
+
+
+def random_config(rng: Random) -> HiSparseConfig:
+    """Small enough that a few requests use up every resource."""
+    top_k, query_rows = rng.choice((2, 3, 4)), rng.choice((1, 1, 1, 2, 3))
+    hot_pages = -(-2 * top_k * query_rows // PAGE_SIZE)
+    return HiSparseConfig(
+        top_k=top_k,
+        query_rows=query_rows,
+        context_len=CONTEXT_LEN,
+        host_pages=rng.randint(18, 40),
+        device_pages=2 * hot_pages + 4 + rng.choice((0, 2, 5, 9, 15)),
+        max_requests=4,
+        eager_host_mirror=rng.random() < 0.6,
+        max_spill_pages=rng.choice((None, None, 1, 3)),
+        admission_window=rng.choice((None, None, 24)),
+        eviction_policy=rng.choice(("lru", "lfu")),
+        kernels="reference",
+        kv_events=rng.random() < 0.3,
+        poison=True,
+    )
+
+
+class Driver:
+    """A pool with late copies, and what its owner knows of it.
+
+    ``act`` does one action of ``ACTIONS``, whose choices are a function of ``seed``, and then checks
+    everything. With ``structure`` False the pool's own invariants are not asked: bytes and answers alone
+    must then show a fault.
+    """
+
+    def __init__(self, seed: int, structure: bool = True) -> None:
+        rng = Random(seed)
+        self.config = random_config(rng)
+        self.structure = structure
+        layout = KVLayout.single(NUM_LAYERS, (ROW_BYTES,), PAGE_SIZE, GROUPS, INDEX_ROW_BYTES)
+        self.pool = HiSparsePool(layout, self.config, transfer_class=LateTransfers)
+        assert isinstance(self.pool.transfers, LateTransfers)
+        self.transfers = self.pool.transfers
+        self.coordinator = self.pool.coordinator
+        self.oracle = Oracle(NUM_LAYERS, self.config.host_pages * PAGE_SIZE, PAGE_SIZE)
+        self.host = self.pool.host_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
+        self.device = self.pool.device_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
+        self.families = [[rng.randrange(3) for _ in range(CONTEXT_LEN)] for _ in range(2)]
+        sizes = Sizes.of(self.config, PAGE_SIZE)
+        pages = min(self.config.device_pages - 1 - sizes.hot_pages, self.config.host_pages - 1)
+        self.longest_prompt = min(CONTEXT_LEN, pages * PAGE_SIZE)
+        self.longest_chunk = min(9, PAGE_SIZE * (self.config.device_pages - 3 - sizes.hot_pages))
+        self.running: dict[str, Record] = {}
+        self.retracted: list[Record] = []
+        self.num_rids = 0
+        self.seen: Counter[str] = Counter()
+
+    def act(self, action: str, seed: int) -> None:
+        """One action and all checks."""
+        self.seen["actions"] += 1
+        getattr(self, action)(Random(seed))
+        self.check()
+
+    def admit(self, rng: Random) -> None:
+        if self.retracted and rng.random() < 0.6:
+            old = self.retracted.pop()
+            rid, tenant, tokens = old.rid, old.tenant, old.tokens
+        else:
+            self.num_rids += 1
+            rid, tenant = f"r{self.num_rids}", rng.choice(TENANTS)
+            tokens = rng.choice(self.families)[: rng.choice((0, 8, 13, 20, 31))]
+            tokens = tokens + [rng.randrange(2) for _ in range(rng.randint(1, 7))]
+        tokens = tokens[: self.longest_prompt]
+        published = set(map(self.oracle.shareable.get, self._published()))
+        ends = range(PAGE_SIZE, len(tokens), PAGE_SIZE)
+        found = [(tenant, tuple(tokens[:end])) in published for end in ends]
+        least = PAGE_SIZE * (found.index(False) if False in found else len(found))
+        may_wait = len(self.running) > 0 or self.transfers.fails
+        admission = self.pool.admit(rid, tokens, tenant)
+        if isinstance(admission, Deferred):
+            self.seen[f"admit: {admission.reason}"] += 1
+            assert may_wait, f"a lone request is kept out: {admission}"
+            return
+        tells = rng.choice(("before", "after", "after", "seldom", "never"))
+        cached = admission.cached_tokens
+        record = Record(rid, tenant, list(tokens), cached, len(tokens), tells, known=len(tokens))
+        self.running[rid] = record
+        assert cached >= least, f"{rid} finds {cached} tokens, {least} of its prefix are published"
+        self.seen["prefix hits"] += cached > 0
+        for page, end in zip(self._pages(rid), range(PAGE_SIZE, cached + 1, PAGE_SIZE), strict=True):
+            self._check_shared(page, (tenant, tuple(tokens[:end])))
+            record.writes += self.oracle.page_writes(page)
+
+    def step(self, rng: Random) -> None:
+        """One forward: prefill chunks, decode rows, drafts of which some are rejected."""
+        query_rows = rng.randint(1, self.config.query_rows)
+        order = list(self.running.values())
+        rng.shuffle(order)
+        for record in order:
+            if rng.random() < 0.9:
+                self._grow(record, query_rows, rng)
+        batch = [r for r in order if r.rid in self.running and r.unwritten and rng.random() < 0.95]
+        if not batch:
+            self.coordinator.collect()
+            return
+        started = {record.rid: len(record.writes) for record in batch}
+        self.pool.begin_step([record.rid for record in batch], query_rows)
+        self._forward(batch, query_rows, rng)
+        late = [record for record in batch if record.tells != "before" and rng.random() < 0.5]
+        for record in batch:
+            if record not in late:
+                self._accept(record, started[record.rid], rng)
+        self.pool.step_done()
+        for record in batch:
+            self.oracle.settle(record)
+        for record in late:
+            self._accept(record, started[record.rid], rng)
+        for record in batch:
+            self._tell(record, rng)
+            if record.num_tokens == CONTEXT_LEN:
+                self._end(record, "finish")
+
+    def end(self, rng: Random) -> None:
+        if self.running:
+            record = rng.choice(list(self.running.values()))
+            self._end(record, rng.choice(("finish", "finish", "abort", "retract")))
+
+    def rewind(self, rng: Random) -> None:
+        """Take back any tokens that are not published."""
+        records = [record for record in self.running.values() if record.num_tokens > 0]
+        if records:
+            record = rng.choice(records)
+            least = max(1, self._request(record.rid).publication.published * PAGE_SIZE)
+            self._rewind(record, rng.randint(min(least, record.num_tokens), record.num_tokens))
+
+    def flush(self, rng: Random) -> None:
+        if rng.random() < 0.3:
+            self.pool.flush()
+            self.oracle.forbid_all(self.running.values())
+
+    def run(self, rng: Random) -> None:
+        """Some copies move their bytes before they are reported."""
+        self.transfers.run(rng.choice(("to_host", "to_device")), rng.randint(1, 3))
+
+    def land(self, rng: Random) -> None:
+        for direction in ("to_host", "to_device"):
+            self.transfers.land(direction, rng.choice((0, 1, 4, 30)))
+        self.coordinator.collect()
+
+    def fail(self, rng: Random) -> None:
+        """The next copies fail."""
+        self.transfers.failures[rng.choice(("to_host", "to_device"))] = rng.choice((0, 1, 2, 12))
+        self.transfers.failure = rng.choice(("nothing", "garbage"))
+
+    def drain(self, rng: Random) -> None:
+        """End all, land all copies, flush: every page must be free then."""
+        self.transfers.failures = dict.fromkeys(self.transfers.queues, 0)
+        for record in list(self.running.values()):
+            self._end(record, rng.choice(("finish", "abort", "retract")))
+            self.check()
+        for _ in range(rng.choice((0, 200))):
+            if not self._land_all():
+                break
+        self.flush_all()
+        while self._land_all():
+            self.check()
+        free = (self.coordinator.allocator.num_free, self.coordinator.leases.pool.num_truly_free)
+        expected = (self.config.host_pages - 1, self.config.device_pages - 1)
+        assert free == expected, f"{free} host and device pages are free at the end, of {expected}"
+        assert not self.coordinator.gate.opened and not self.coordinator.gate.detached
+        assert self.coordinator.residency.promised == 0
+
+    def flush_all(self) -> None:
+        self.pool.flush()
+        self.oracle.forbid_all(self.running.values())
+        self.check()
+
+    def run_alone(self, rng: Random) -> None:
+        """After ``drain``: one request gets in and decodes to its longest context, whatever was before."""
+        while self.running or self.coordinator.pages.flights:
+            self.drain(rng)
+        self.admit(rng)
+        [record] = self.running.values()
+        while record.rid in self.running:
+            self._grow(record, 1, rng)
+            self.step(rng)
+            self.check()
+
+    def close(self) -> None:
+        del self.host, self.device
+        self.pool.close()
+
+    def check(self) -> None:
+        """The invariants, the audit, every settled row of every request, and every page of the tree."""
+        if self.structure:
+            self.pool.check_integrity()
+        mismatches = self.pool.audit()
+        if mismatches:
+            raise WrongBytes(f"audit finds {mismatches} rows that differ from the host's")
+        shareable = self.oracle.shareable
+        for page in [node.page for node in self.coordinator.tree.nodes.values()]:
+            numbers = self.oracle.page_writes(page)
+            assert numbers in shareable, f"page {page} of rows {numbers} is shared and must not be"
+            rows = self.host[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
+            self.oracle.compare(f"host page {page} in the tree", rows, np.array(numbers))
+        for record in self.running.values():
+            self._check_record(record)
+
+    def _check_record(self, record: Record) -> None:
+        request = self._request(record.rid)
+        assert request.num_tokens == record.num_tokens, (request.num_tokens, record)
+        if not record.writes:
+            return
+        numbers, slots = np.array(record.writes), self._slots(request)[: len(record.writes)]
+        pages = slots // PAGE_SIZE
+        resident = np.array(self.coordinator.leases.resident_page)[pages]
+        on_device = resident > 0
+        rows = resident[on_device] * PAGE_SIZE + slots[on_device] % PAGE_SIZE
+        self.oracle.compare(f"{record.rid} on the device", self.device[:, rows], numbers[on_device])
+        on_host = np.array([self.coordinator.pages.is_durable(page) for page in pages.tolist()])
+        self.oracle.compare(f"{record.rid} on the host", self.host[:, slots[on_host]], numbers[on_host])
+        assert (on_device | on_host).all(), f"{record.rid} has lost rows"
+        for group in GROUPS:
+            keys = self.pool.index_rows(group.leader).view(torch.int64).numpy()[slots, 0]
+            assert np.array_equal(keys, numbers), f"indexer rows of {record.rid}: {keys}, not {numbers}"
+
+    def _grow(self, record: Record, query_rows: int, rng: Random) -> None:
+        """Ask for slots: the next chunk of a prompt, or as many rows as the step has queries."""
+        limit = record.num_prompt if record.num_tokens < record.num_prompt else CONTEXT_LEN
+        chunk = (
+            limit < CONTEXT_LEN or rng.random() < 0.3
+        )  # else decode; the text of a next turn comes in chunks
+        n = min(limit - record.num_tokens, rng.randint(1, self.longest_chunk) if chunk else query_rows)
+        if n == 0:
+            return
+        end = record.num_tokens + n
+        while len(record.tokens) < end:
+            record.tokens.append(self.families[0][len(record.tokens)] if rng.random() < 0.8 else 2)
+        slots = self.pool.extend(record.rid, n)
+        for _ in range(30):
+            if not isinstance(slots, Deferred) or len(self.running) > 1 or self.transfers.fails:
+                break
+            self._land_all()  # a lone request must be able to go on
+            slots = self.pool.extend(record.rid, n)
+        if isinstance(slots, Deferred):
+            self.seen[f"extend: {slots.reason}"] += 1
+            may_wait = len(self.running) > 1 or self.transfers.fails or record.unwritten
+            assert may_wait, f"a lone request waits: {slots}"
+            if slots.reason != "restoring" and rng.random() < 0.4:
+                self._end(record, "retract")
+            return
+        record.num_tokens = end
+        record.unwritten += slots.tolist()
+        if record.tells == "before" and record.known < end:
+            self.pool.append_tokens(record.rid, record.tokens[record.known : end])
+            record.known = end
+
+    def _forward(self, batch: list[Record], query_rows: int, rng: Random) -> None:
+        slots = torch.tensor(
+            [slot for record in batch for slot in record.unwritten] + [0, 3], dtype=torch.int32
+        )
+        numbers = [self.oracle.write(record, record.unwritten) for record in batch]
+        for record in batch:
+            record.unwritten = []
+        data = np.concatenate([*numbers, np.zeros(2, dtype=np.int64)])
+        picked: list[tuple[IndexGroup, torch.Tensor, torch.Tensor]] = []
+        for group in GROUPS:
+            positions = self._positions(batch, query_rows, rng)
+            rows = torch.empty(0)
+            for layer in group.layers:
+                self.pool.write(layer, slots, torch.from_numpy(self.oracle.rows(data, layer)))
+                if layer == group.leader:
+                    self.pool.write_index(layer, slots, torch.from_numpy(data)[:, None])
+                    rows = self.pool.swap_in(layer, positions).clone()
+                    picked.append((group, positions, rows))
+                self.pool.rows(layer)
+                self._check_rows(batch, query_rows, positions, rows, layer)
+        for group, positions, rows in picked:  # rows stay where they are until the group's next call
+            for layer in group.layers:
+                self._check_rows(batch, query_rows, positions, rows, layer)
+        for record in batch:
+            self._check_prefill(record)
+
+    def _positions(self, batch: list[Record], query_rows: int, rng: Random) -> torch.Tensor:
+        width = rng.randint(1, self.config.top_k)
+        picked = []
+        for record in batch:
+            for _ in range(query_rows):
+                many = range(record.num_tokens)
+                row = [rng.choice(many) if rng.random() < 0.9 else many[-1] for _ in range(width)]
+                picked.append([p if rng.random() < 0.9 else -1 for p in row])
+        return torch.tensor(picked, dtype=torch.int32)
+
+    def _check_rows(
+        self, batch: list[Record], query_rows: int, positions: torch.Tensor, rows: torch.Tensor, layer: int
+    ) -> None:
+        wanted, given = positions.numpy(), rows.numpy()
+        assert ((given < 0) == (wanted < 0)).all(), f"positions {wanted.tolist()} got rows {given.tolist()}"
+        for index, record in enumerate(batch):
+            part = slice(index * query_rows, (index + 1) * query_rows)
+            asked = wanted[part][wanted[part] >= 0]
+            found = self.device[layer, given[part][wanted[part] >= 0]]
+            self.oracle.compare_layer(
+                f"{record.rid} reads {asked}", found, np.array(record.writes)[asked], layer
+            )
+
+    def _check_prefill(self, record: Record) -> None:
+        """What a prefill kernel reads through ``translate``."""
+        request = self._request(record.rid)
+        slots = self._slots(request)
+        rows = self.pool.translate(torch.from_numpy(slots).int()).numpy()
+        assert request.hot_pages or (rows >= 0).all(), f"{record.rid} is resident and misses rows {rows}"
+        numbers = np.array(record.writes)
+        self.oracle.compare(f"prefill of {record.rid}", self.device[:, rows[rows >= 0]], numbers[rows >= 0])
+
+    def _accept(self, record: Record, start: int, rng: Random) -> None:
+        """Reject some of the rows that were written behind position ``start``, if they are drafts."""
+        if record.num_tokens - start > 1 and record.num_tokens > record.num_prompt and rng.random() < 0.7:
+            least = max(start + 1, record.num_prompt)
+            self._rewind(record, rng.randint(least, record.num_tokens))
+
+    def _rewind(self, record: Record, num_tokens: int) -> None:
+        kept = self._slots(self._request(record.rid))[len(record.writes) : num_tokens]
+        self.pool.rewind(record.rid, num_tokens)
+        self.seen["rewinds"] += num_tokens < record.num_tokens
+        self.oracle.rewind(record, num_tokens)
+        assert record.unwritten == kept.tolist()
+
+    def _tell(self, record: Record, rng: Random) -> None:
+        chance = {"before": 0.0, "after": 1.0, "seldom": 0.1, "never": 0.0}[record.tells]
+        if record.known < record.num_tokens and rng.random() < chance:
+            self.pool.append_tokens(record.rid, record.tokens[record.known : record.num_tokens])
+            record.known = record.num_tokens
+            self.oracle.settle(record)
+
+    def _end(self, record: Record, how: str) -> None:
+        published = self._published()
+        getattr(self.pool, how)(record.rid)
+        del self.running[record.rid]
+        if how != "finish":
+            self.oracle.forbid(record, self._published() if how == "retract" else published)
+        if how == "retract" and len(record.tokens) <= self.longest_prompt:
+            self.retracted.append(record)
+
+    def _land_all(self) -> bool:
+        """Land and take in every copy in flight. False if there was none."""
+        for direction in ("to_host", "to_device"):
+            self.transfers.land(direction, len(self.transfers.queues[direction]))
+        landed = bool(self.transfers.landed)
+        self.coordinator.collect()
+        return landed
+
+    def _published(self) -> set[tuple[int, ...]]:
+        return {self.oracle.page_writes(node.page) for node in self.coordinator.tree.nodes.values()}
+
+    def _check_shared(self, page: int, prefix: Prefix) -> None:
+        numbers = self.oracle.page_writes(page)
+        found = self.oracle.shareable.get(numbers)
+        assert found == prefix, f"page {page} of rows {numbers} stands for {found}, not for {prefix}"
+
+    def _request(self, rid: str) -> Request:
+        return self.coordinator.requests[rid]
+
+    def _pages(self, rid: str) -> list[int]:
+        return self.pool.page_table([rid])[0].tolist() if self._request(rid).pages else []
+
+    def _slots(self, request: Request) -> np.ndarray:
+        pages = np.array(request.pages, dtype=np.int64)
+        return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[: request.num_tokens]
