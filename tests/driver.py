@@ -20,7 +20,9 @@ CONTEXT_LEN = 48
 GROUPS = (IndexGroup(0, (1,)), IndexGroup(2))
 NUM_LAYERS = 3
 TENANTS = (None, None, None, "a", ("a", 1))
-ACTIONS = ("step",) * 15 + ("admit",) * 5 + ("land",) * 7 + ("end", "run", "fail", "rewind", "flush")
+ACTIONS = (
+    ("step",) * 15 + ("admit",) * 5 + ("land",) * 7 + ("end", "run", "fail", "rewind", "rewind", "flush")
+)
 
 
 def random_config(rng: Random) -> HiSparseConfig:
@@ -100,7 +102,7 @@ class Driver:
             self.seen[f"admit: {admission.reason}"] += 1
             assert may_wait, f"a lone request is kept out: {admission}"
             return
-        tells = rng.choice(("before", "after", "after", "seldom", "never"))
+        tells = rng.choice(("before", "after", "after", "seldom", "never", "never"))
         cached = admission.cached_tokens
         record = Record(rid, tenant, list(tokens), cached, len(tokens), tells, known=len(tokens))
         self.running[rid] = record
@@ -145,10 +147,11 @@ class Driver:
             self._end(record, rng.choice(("finish", "finish", "abort", "retract")))
 
     def rewind(self, rng: Random) -> None:
-        """Take back any tokens that are not published."""
+        """Take back any tokens that are not published, sooner of a request with a hot region."""
         records = [record for record in self.running.values() if record.num_tokens > 0]
         if records:
-            record = rng.choice(records)
+            hot = [record for record in records if self._request(record.rid).hot_pages]
+            record = rng.choice(hot if hot and rng.random() < 0.8 else records)
             least = max(1, self._request(record.rid).publication.published * PAGE_SIZE)
             self._rewind(record, rng.randint(min(least, record.num_tokens), record.num_tokens))
 
