@@ -238,6 +238,8 @@ def test_batches(idle: HiSparsePool, call: Call, words: tuple[str, ...]) -> None
 
 def test_a_step_inside_a_step(pool: HiSparsePool) -> None:
     check_refused(pool, lambda p: p.begin_step(["late"]), ("begin_step was called", "call step_done"))
+    check_refused(pool, lambda p: p.admit("q", [1]), ("admit was called", "call step_done"))
+    check_refused(pool, lambda p: p.extend("r", 1), ("extend was called", "call step_done"))
 
 
 @pytest.mark.parametrize(
