@@ -126,7 +126,13 @@ class Driver:
             return
         started = {record.rid: len(record.writes) for record in batch}
         self.pool.begin_step([record.rid for record in batch], query_rows)
+        if rng.random() < 0.02:  # the forward fails
+            for record in batch:
+                self._end(record, rng.choice(("retract", "abort")))
+            return
         self._forward(batch, query_rows, rng)
+        if rng.random() < 0.05:
+            self._end(batch.pop(), rng.choice(("retract", "abort", "finish")))
         late = [record for record in batch if record.tells != "before" and rng.random() < 0.5]
         for record in batch:
             if record not in late:
@@ -161,8 +167,10 @@ class Driver:
             self.oracle.forbid_all(self.running.values())
 
     def run(self, rng: Random) -> None:
-        """Some copies move their bytes before they are reported."""
+        """Some copies move their bytes before they are reported, or the owner waits for one."""
         self.transfers.run(rng.choice(("to_host", "to_device")), rng.randint(1, 3))
+        if rng.random() < 0.5:
+            self.pool.wait()
 
     def land(self, rng: Random) -> None:
         for direction in ("to_host", "to_device"):

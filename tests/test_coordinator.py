@@ -328,10 +328,13 @@ def test_the_audit_leaves_out_hot_rows_of_a_page_that_is_not_durable() -> None:
     bench.pool.rewind("a", 22)
     assert bench.pool.extend("a", 2) == Deferred("restoring")
     bench.land()
-    bench.transfers.failures["to_host"], bench.transfers.failure = 2, "garbage"
+    bench.transfers.failures["to_host"], bench.transfers.failure = 3, "garbage"
     bench.forward("a", 2, land=False)
-    bench.transfers.land("to_host", 2)
-    bench.coordinator.collect()
-    assert bench.pool.audit() == 0
+    for _ in range(3):  # the rows, the page without bytes, the page with all of them
+        bench.transfers.land("to_host", 1)
+        bench.coordinator.collect()
+        assert bench.pool.audit() == 0
+    page = bench.coordinator.requests["a"].pages[5]
+    assert bench.pool.host_pool.buffer[0, page].eq(0xA5).all()
     bench.land()
     assert bench.pool.audit() == 0
