@@ -123,8 +123,9 @@ class Pages:
         self._take_off("mirror", pages, self.transfers.mirror(slots, rows))
 
     def spill(self, budget: int) -> None:
-        """Start to copy up to ``budget`` sealed dirty pages to the host, oldest first, in one transfer."""
-        pages = [self.to_spill.popitem(last=False)[0] for _ in range(min(budget, len(self.to_spill)))]
+        """Start to copy sealed dirty pages to the host, oldest first, up to ``budget`` at a time."""
+        count = min(budget - len(self.spill_ids), len(self.to_spill))
+        pages = [self.to_spill.popitem(last=False)[0] for _ in range(count)]
         if not pages:
             return
         copies = [PageCopy(p, self.leases.device_page_of(p), p in self.unmirrored) for p in pages]

@@ -122,6 +122,17 @@ def test_a_page_that_waits_for_its_spill_is_not_spilled_while_it_is_written_agai
     assert bench.coordinator.pages.states[page] is PageState.DURABLE
 
 
+def test_a_step_under_pressure_spills_no_more_than_it_may() -> None:
+    bench = Bench(device_pages=12, max_spill_pages=2)
+    bench.pool.admit("a", list(range(32)))
+    bench.forward("a", 32, land=False)
+    pages = bench.coordinator.pages
+    assert not bench.coordinator.residency.relieve(11, bench.coordinator.requests.values())
+    assert (len(pages.spill_ids), len(pages.to_spill)) == (2, 6)
+    bench.land()
+    assert bench.pool.counters.pages_spilled == 8
+
+
 def test_a_page_rewritten_while_it_is_spilled_is_not_durable_by_that_copy() -> None:
     bench = Bench()
     bench.pool.admit("a", [1])
