@@ -240,19 +240,23 @@ def test_a_lone_request_gets_in_after_others_whose_copies_are_not_through() -> N
     bench.forward("d", 40)
 
 
-def test_a_deferred_admission_evicts_nothing_and_counts_as_no_use() -> None:
-    bench = Bench(context_len=44, host_pages=12, device_pages=24)
+def test_a_deferred_admission_evicts_nothing() -> None:
+    bench = Bench(context_len=44, host_pages=12)
     bench.publish("a", list(range(17)))
     bench.pool.admit("b", [7] * 28)
     bench.forward("b", 28)
-    uses = [node.uses for node in bench.coordinator.tree.nodes.values()]
-    bench.coordinator.free_rows, rows = [], bench.coordinator.free_rows
-    assert bench.pool.admit("c", list(range(17))) == Deferred("request rows")
-    bench.coordinator.free_rows = rows
-    assert [node.uses for node in bench.coordinator.tree.nodes.values()] == uses
     pages = bench.coordinator.tree.num_pages
     assert bench.pool.admit("c", [8] * 44) == Deferred("host pages")
     assert bench.coordinator.tree.num_pages == pages
+
+
+def test_a_deferred_admission_counts_as_no_use_of_the_prefix() -> None:
+    bench = Bench(max_requests=1)
+    bench.publish("a", list(range(17)))
+    bench.pool.admit("b", [7])
+    uses = [node.uses for node in bench.coordinator.tree.nodes.values()]
+    assert bench.pool.admit("c", list(range(17))) == Deferred("request rows")
+    assert [node.uses for node in bench.coordinator.tree.nodes.values()] == uses
 
 
 def test_several_requests_wait_for_one_restore_that_fails_twice() -> None:
