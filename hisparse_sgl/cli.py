@@ -1,6 +1,6 @@
 """The command line: ``hisparse-sgl plan``, ``config`` and ``replay``.
 
-Exit codes: 0 as wanted, 1 a finding, 2 bad input (one line on standard error that names the place and the fix).
+Exit codes: 0 as wanted, 1 a finding, 2 bad input. Bad input is one line with place and fix.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ COMMANDS = {
     "replay": "hisparse_sgl.replay.command",
 }
 EXTRA = ("typer", "rich")
+HELP = """What a host-backed KV cache will hold and gain, before a GPU is rented.
+
+Exit codes: 0 as wanted, 1 a finding, 2 bad input."""
 BAD_INPUT = 2
 
 
@@ -35,16 +38,17 @@ def run(arguments: Sequence[str]) -> int:
             raise
         return refuse(f"{error.name} is missing: pip install 'hisparse-sgl[tools]'")
     try:
-        code = command.main(list(arguments), prog_name="hisparse-sgl", standalone_mode=False)
+        code = command.main(list(arguments) or ["--help"], prog_name="hisparse-sgl", standalone_mode=False)
     except typer.Abort:
         return refuse("interrupted")
     except ValueError as error:
         return refuse(str(error))
     except Exception as error:
         # Not a class of typer: its releases up to 0.15 raise those of click, later ones their own copy.
-        if not hasattr(error, "format_message"):
+        message = getattr(error, "format_message", None)
+        if message is None:
             raise
-        return refuse(error.format_message())
+        return refuse(message())
     return code if isinstance(code, int) else 0
 
 
@@ -52,7 +56,7 @@ def build_app() -> Any:
     """The typer application. A command's module is read here, so that importing this one needs no extra."""
     import typer
 
-    app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(help=HELP, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     for name, module in COMMANDS.items():
         found: Callable[..., object] = getattr(import_module(module), name)
         app.command(name)(found)
