@@ -35,7 +35,10 @@ def main() -> None:
     missing = sorted((expected_files() | {"hisparse_sgl/py.typed"}) - packed)
     if missing:
         raise SystemExit(f"the wheel lacks {', '.join(missing)}")
-    modules = sorted(name for name in packed if name.endswith(".py") and "/integrations/" not in name)
+    needs_extra = ("/integrations/", "/command.py")  # a command is written with typer
+    modules = sorted(
+        name for name in packed if name.endswith(".py") and not any(part in name for part in needs_extra)
+    )
     for name in modules:
         import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     for name in hisparse_sgl.__all__:

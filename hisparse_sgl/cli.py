@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. ``ValueError`` from a command is bad input."""
-    try:
-        import typer
+    for name in EXTRA:
+        try:
+            import_module(name)
+        except ModuleNotFoundError:
+            return refuse(f"{name} is missing: pip install 'hisparse-sgl[tools]'")
+    import typer
 
-        command = typer.main.get_command(build_app())
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        return refuse(f"{error.name} is missing: pip install 'hisparse-sgl[tools]'")
+    command = typer.main.get_command(build_app())
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="hisparse-sgl", standalone_mode=False)
     except typer.Abort:

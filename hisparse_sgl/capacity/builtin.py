@@ -1,8 +1,8 @@
 """Models known by name: the fields of their public config.json and where they come from.
 
 Each entry is read like a config.json of a user. ``source_url`` is the published config, ``retrieved`` the day
-on which the catalogue of kvcache-simulator 0.1.3 took these fields from it. Sizes that only count parameters are
-those of transformers 5.19. ``weights_note`` says what the number of parameters is checked against.
+on which the catalogue of kvcache-simulator 0.1.3 took these fields from it. Sizes that only count parameters
+are those of transformers 5.19. ``weights_note`` says what the number of parameters is checked against.
 """
 
 from __future__ import annotations

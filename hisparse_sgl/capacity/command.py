@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -45,21 +45,20 @@ def _option(help_text: str, *names: str) -> typer.models.OptionInfo:
     return typer.Option(*names, help=help_text, show_default=True)
 
 
-# Optional, not | None: typer reads these at run time and the package supports Python 3.10.
 Model = Annotated[str, typer.Argument(help=f"path of a config.json or its folder, or {', '.join(BUILT_IN)}")]
 HostRam = Annotated[float, _option("RAM of the machine, GiB")]
 Gpus = Annotated[int, _option("GPUs of the machine")]
-Tp = Annotated[Optional[int], _option("GPUs of one engine (tensor parallel); default: all")]  # noqa: UP045
+Tp = Annotated[int | None, _option("GPUs of one engine (tensor parallel); default: all")]
 Hbm = Annotated[float, _option("memory of one GPU, GiB")]
 MemFraction = Annotated[float, _option("share of it for weights and cache")]
-Weights = Annotated[Optional[float], _option("all weights, GiB; default: counted")]  # noqa: UP045
-WeightsType = Annotated[Optional[WeightsDtype], _option("dtype to count them in; default: the model's")]  # noqa: UP045
+Weights = Annotated[float | None, _option("all weights, GiB; default: counted")]
+WeightsType = Annotated[WeightsDtype | None, _option("dtype to count them in; default: the model's")]
 HostReserve = Annotated[float, _option("RAM to leave free, GiB")]
 Shared = Annotated[bool, _option("one host pool for all GPUs of an engine", "--shared-host-pool")]
 Context = Annotated[int, _option("tokens of a request, prompt and answer")]
 Concurrency = Annotated[int, _option("requests at one time on the whole machine")]
 KV = Annotated[KVDtype, _option("dtype of the KV rows")]
-HotRows = Annotated[Optional[int], _option("rows of a hot region; default: twice what a step selects")]  # noqa: UP045
+HotRows = Annotated[int | None, _option("rows of a hot region; default: twice what a step selects")]
 QueryRows = Annotated[int, _option("query rows of a request in a step: drafts + 1")]
 HitRate = Annotated[float, _option("share of the selected rows found in the hot region")]
 StepMs = Annotated[float, _option("decode step that PCIe has to keep up with, ms")]
@@ -103,7 +102,7 @@ def plan(
     """
     machine = Machine(
         gpus,
-        tp or gpus,
+        gpus if tp is None else tp,
         hbm_gib,
         host_ram_gib,
         mem_fraction,
@@ -153,7 +152,7 @@ def config(
     Example:
       sglang serve --model-path zai-org/GLM-5.3 $(hisparse-sgl config glm-5.3 --host-ram-gib 2048)
     """
-    machine = Machine(gpus, tp or gpus, hbm_gib, host_ram_gib, mem_fraction, host_reserve_gib)
+    machine = Machine(gpus, gpus if tp is None else tp, hbm_gib, host_ram_gib, mem_fraction, host_reserve_gib)
     workload = Workload(context, concurrency, kv_dtype.value, hot_rows, query_rows)
     made = _plan(model, machine, workload, weights_gib, weights_dtype)
     value = hisparse_config(made.model, made.costs, made.sglang.ratio, swap_in_block_size)

@@ -69,10 +69,10 @@ class Plan:
     def findings(self) -> tuple[str, ...]:
         """What of the wanted work does not fit; empty: all fits."""
         if self.kv_bytes <= 0:
+            taken, given = self.weights_bytes / GIB, self.machine.hbm_gib * self.machine.mem_fraction
             return (
-                f"the weights take {self.weights_bytes / GIB:.1f} GiB of each GPU, --hbm-gib x --mem-fraction "
-                f"is {self.machine.hbm_gib * self.machine.mem_fraction:.1f} GiB: raise --tp, or use a smaller "
-                "--weights-dtype",
+                f"the weights take {taken:.1f} GiB of a GPU, --hbm-gib x --mem-fraction is {given:.1f} GiB: "
+                "raise --tp or --mem-fraction, or use a smaller --weights-dtype",
             )
         return tuple(
             f"{limit.resource}: {limit.requests} requests of {self.workload.context} tokens fit into an "
@@ -131,8 +131,7 @@ def _pools(costs: Costs, kv_bytes: int, requests: int, caps: dict[str, int]) -> 
     capped_by, host_pages = min([*caps.items(), ("indexer rows", hbm_pages)], key=lambda cap: cap[1])
     state = max(requests, 1) * costs.state_bytes
     room = kv_bytes - host_pages * costs.page_device_bytes - state
-    device_pages = min(max(room // costs.page_rows_bytes, 0), host_pages)  # more could hold no other page
-    return Pools(host_pages, device_pages, capped_by)
+    return Pools(host_pages, max(room // costs.page_rows_bytes, 0), capped_by)
 
 
 def _watermark(costs: Costs, pools: Pools) -> int:

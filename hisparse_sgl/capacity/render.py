@@ -82,7 +82,7 @@ def _pools(plan: Plan) -> dict[str, Any]:
         "device": {
             "weights_bytes": plan.weights_bytes,
             "kv_bytes": plan.kv_bytes,
-            "index_bytes": pools.host_pages * costs.page_device_bytes,
+            "host_slot_bytes": pools.host_pages * costs.page_device_bytes,
             "pages": pools.device_pages,
             "tokens": max(pools.device_pages - 1, 0) * costs.page_tokens,
         },
@@ -179,7 +179,7 @@ def _memory_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("weights", _size(device["weights_bytes"])),
         ("left for the cache", _size(device["kv_bytes"])),
-        ("indexer rows of the host pool", _size(device["index_bytes"])),
+        ("indexer rows of the host pool", _size(device["host_slot_bytes"])),
         ("device pages", f"{device['pages']:,} = {device['tokens']:,} tokens"),
         ("host pages", f"{host['pages']:,} = {host['tokens']:,} tokens"),
         ("host pool is capped by", host["capped_by"]),
