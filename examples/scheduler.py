@@ -66,9 +66,10 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             request.num_computed = admission.cached_tokens
             request.cached_tokens += admission.cached_tokens
+            request.hot = admission.hot
 
     def _prefill(self) -> bool:
-        for request in filter(lambda request: request.is_prefilling, self.running):
+        for request in filter(lambda request: request.is_prefilling and not request.hot, self.running):
             left = request.context[request.num_computed :]
             chunk = left[: self.prefill_chunk]
             slots = self.pool.extend(request.rid, len(chunk))
@@ -85,7 +86,8 @@ class Scheduler:
         batch: list[Request] = []
         slots: list[torch.Tensor] = []
         for request in self.running:
-            slot = None if request.is_prefilling else self.pool.extend(request.rid, 1)
+            waits = request.is_prefilling and not request.hot
+            slot = None if waits else self.pool.extend(request.rid, 1)
             if isinstance(slot, torch.Tensor):
                 batch.append(request)
                 slots.append(slot)
@@ -94,12 +96,13 @@ class Scheduler:
         logits = self.model.decode(
             [request.rid for request in batch],
             [request.num_computed for request in batch],
-            [request.tokens[-1] for request in batch],
+            [request.context[request.num_computed] for request in batch],
             torch.cat(slots),
         )
         for request, token in zip(batch, logits.argmax(dim=-1).tolist(), strict=True):
             request.num_computed += 1
-            self._accept(request, token)
+            if request.num_computed == len(request.context):
+                self._accept(request, token)
         return True
 
     def _accept(self, request: Request, token: int) -> None:

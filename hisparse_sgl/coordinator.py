@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable, Sequence
 
+from hisparse_sgl.admission import AdmissionControl
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
@@ -60,6 +61,9 @@ class Coordinator:
         self.tree = PrefixTree(
             page_size, config.eviction_policy, is_resident=self.leases.is_resident, events=self.events
         )
+        self.admission = AdmissionControl(
+            config, self.sizes, self.allocator, self.tree, self.pages, self.residency
+        )
         self.gate = PublicationGate(
             self.tree, self.pages.is_durable, lambda page: self.allocator.share([page])
         )
@@ -77,7 +81,7 @@ class Coordinator:
             raise ValueError(
                 f"rid {rid!r} is running already: finish, abort or retract it, or use another id"
             )
-        self._check_prompt(len(token_ids))
+        self.admission.check_prompt(len(token_ids))
         hasher = PageHasher(self.page_size, extra_key)
         hasher.extend(token_ids)
         outcome = self._try_admit(rid, hasher)
@@ -230,22 +234,6 @@ class Coordinator:
             )
         return self.requests[rid]
 
-    def _check_prompt(self, prompt_tokens: int) -> None:
-        if not 1 <= prompt_tokens <= self.config.context_len:
-            raise ValueError(
-                f"token_ids holds {prompt_tokens} tokens, it must be between 1 and context_len "
-                f"{self.config.context_len}: shorten the prompt or raise context_len"
-            )
-        pages = -(-prompt_tokens // self.page_size)
-        limit = min(self.config.device_pages - 1 - self.sizes.hot_pages, self.config.host_pages - 1)
-        if pages > limit:
-            raise ValueError(
-                f"token_ids holds {prompt_tokens} tokens = {pages} pages, the limit of this pool is {limit}: "
-                f"a prompt lies whole on the device beside one hot region ({self.sizes.hot_pages} of "
-                f"{self.config.device_pages - 1} device pages) and whole in the host pool "
-                f"({self.config.host_pages - 1} pages). Raise device_pages or host_pages"
-            )
-
     def _check_growth(self, request: Request, n: int) -> None:
         most = self.config.context_len
         if n < 1 or request.num_tokens + n > most:
@@ -270,44 +258,15 @@ class Coordinator:
         match = self.tree.peek(hashes)
         self.tree.lock(match.node)
         try:
-            reason = self._lacks(match, hasher.num_tokens)
+            reason = self.admission.lacks(match, hasher.num_tokens, self.requests)
             if reason:
                 return Deferred(reason)
             self.tree.match(hashes)  # counts as a use, which a deferred admission must not
             num_resident = sum(map(self.leases.is_resident, match.pages))
             request = self._enter(rid, hasher, match)
-            return Admission(request.num_tokens, num_resident * self.page_size)
+            return Admission(request.num_tokens, num_resident * self.page_size, bool(request.hot_pages))
         finally:
             self.tree.unlock(match.node)
-
-    def _lacks(self, match: Match, prompt_tokens: int) -> str | None:
-        """What an admission lacks; None if it can be let in. May evict prefixes and give hot regions."""
-        if not self.free_rows:
-            return "request rows"
-        total = -(-prompt_tokens // self.page_size)
-        unsettled = [r.prompt_tokens for r in self.requests.values() if r.prefilling]
-        window = self.config.admission_window
-        if window is not None and unsettled and sum(unsettled) + prompt_tokens > window:
-            return "admission window"
-        new = total - len(match.pages)
-        if not self._make_host_room(new):
-            return "host pages"
-        # Room for one more hot region and a page for each request keeps the running ones going.
-        spare = self.sizes.hot_pages + len(self.requests)
-        while True:  # giving hot regions can unpin or reuse pages of this very prefix
-            target = new + self.residency.cost(match.pages) + spare
-            if self.residency.available >= target:
-                return None
-            if not self.residency.relieve(target, self.requests.values()):
-                return "device pages"
-
-    def _make_host_room(self, pages: int) -> bool:
-        def missing() -> int:
-            return pages + self.residency.promised - self.allocator.num_free
-
-        while 0 < missing() <= self.tree.num_evictable:
-            self.pages.free(self.tree.evict(missing()))
-        return missing() <= 0
 
     def _enter(self, rid: str, hasher: PageHasher, match: Match) -> Request:
         pages = list(match.pages)
@@ -323,12 +282,14 @@ class Coordinator:
             num_tokens=cached,
             num_settled=cached,
             pin_start=len(pages),
-            promised=-(-hasher.num_tokens // self.page_size) - len(pages),
         )
         self.num_admitted += 1
         self.requests[rid] = request
         self.allocator.share(pages)
-        self.residency.promised += request.promised
+        if self.admission.is_hot(request.prompt_tokens):
+            self.residency.give_hot(request)
+        else:
+            self.residency.promise(request, -(-request.prompt_tokens // self.page_size) - len(pages))
         self.residency.pin(request)
         self.deltas.page_runs.append((request.row, 0, list(pages)))
         return request
@@ -352,7 +313,7 @@ class Coordinator:
         extra = max(0, needed - request.promised)
         if extra == 0 and min(self.leases.num_free, self.allocator.num_free) >= needed:
             return None
-        if not self._make_host_room(extra):
+        if not self.admission.make_host_room(extra):
             return "host pages"
         # Yield before the last pages go: a hot region can only be given while one still fits.
         self.residency.relieve(extra + self.sizes.transition_watermark, self.requests.values())

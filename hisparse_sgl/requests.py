@@ -10,10 +10,15 @@ from hisparse_sgl.radix.page_hash import PageHasher
 
 
 class Admission(NamedTuple):
-    """A request was let in; its first ``cached_tokens`` tokens need no prefill."""
+    """A request was let in; its first ``cached_tokens`` tokens need no prefill.
+
+    ``hot``: the prompt is too large to lie on the device, so the request starts with a hot region. The rest
+    of the prompt is computed like decoding: through ``swap_in``, at most ``query_rows`` tokens a step.
+    """
 
     cached_tokens: int
     resident_tokens: int  # of these, on the device already
+    hot: bool = False
 
 
 class Deferred(NamedTuple):

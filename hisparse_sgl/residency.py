@@ -74,7 +74,7 @@ class Residency:
         for request in sorted(filter(self._can_yield, requests), key=lambda r: (-len(r.pages), r.order)):
             if self.available >= target or self.available < self.sizes.hot_pages:
                 break
-            self._give_hot(request)
+            self.give_hot(request)
         return self.available >= target
 
     def has_room(self, request: Request, pages: int) -> bool:
@@ -86,8 +86,19 @@ class Residency:
         if not (request.hot_pages or stays_small or self.available >= pages + self.sizes.hot_pages):
             if request.prefilling or request.restoring or self.available < self.sizes.hot_pages:
                 return False
-            self._give_hot(request)
+            self.give_hot(request)
         return self.available >= pages
+
+    def give_hot(self, request: Request) -> None:
+        """Lease an empty hot region for a request; from now on only its tail is pinned."""
+        request.hot_pages = self.pages.lease_hot(self.sizes.hot_pages)
+        self.deltas.hot_regions[request.row] = request.hot_pages
+        self._trim(request)
+
+    def promise(self, request: Request, pages: int) -> None:
+        """Keep device and host pages for the rest of a prompt: they are available to nobody else."""
+        request.promised = pages
+        self.promised += pages
 
     def release(self, request: Request) -> None:
         """Drop the pins, the hot region and the promise of a request that ends."""
@@ -114,11 +125,6 @@ class Residency:
             return False
         # A context of no more than a region and a tail would take more pages than it gives back.
         return len(request.pages) > self.sizes.hot_pages + ACTIVE_TAIL_PAGES
-
-    def _give_hot(self, request: Request) -> None:
-        request.hot_pages = self.pages.lease_hot(self.sizes.hot_pages)
-        self.deltas.hot_regions[request.row] = request.hot_pages
-        self._trim(request)
 
     def _trim(self, request: Request) -> None:
         if request.hot_pages:

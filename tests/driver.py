@@ -68,8 +68,6 @@ class Driver:
         self.device = self.pool.device_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
         self.families = [[rng.randrange(3) for _ in range(CONTEXT_LEN)] for _ in range(2)]
         sizes = Sizes.of(self.config, PAGE_SIZE)
-        pages = min(self.config.device_pages - 1 - sizes.hot_pages, self.config.host_pages - 1)
-        self.longest_prompt = min(CONTEXT_LEN, pages * PAGE_SIZE)
         self.longest_chunk = min(9, PAGE_SIZE * (self.config.device_pages - 3 - sizes.hot_pages))
         self.running: dict[str, Record] = {}
         self.retracted: list[Record] = []
@@ -91,7 +89,6 @@ class Driver:
             rid, tenant = f"r{self.num_rids}", rng.choice(TENANTS)
             tokens = rng.choice(self.families)[: rng.choice((0, 8, 13, 20, 31))]
             tokens = tokens + [rng.randrange(2) for _ in range(rng.randint(1, 7))]
-        tokens = tokens[: self.longest_prompt]
         published = set(map(self.oracle.shareable.get, self._published()))
         ends = range(PAGE_SIZE, len(tokens), PAGE_SIZE)
         found = [(tenant, tuple(tokens[:end])) in published for end in ends]
@@ -108,6 +105,7 @@ class Driver:
         self.running[rid] = record
         assert cached >= least, f"{rid} finds {cached} tokens, {least} of its prefix are published"
         self.seen["prefix hits"] += cached > 0
+        self.seen["hot admissions"] += admission.hot
         for page, end in zip(self._pages(rid), range(PAGE_SIZE, cached + 1, PAGE_SIZE), strict=True):
             self._check_shared(page, (tenant, tuple(tokens[:end])))
             record.writes += self.oracle.page_writes(page)
@@ -369,7 +367,7 @@ class Driver:
         del self.running[record.rid]
         if how != "finish":
             self.oracle.forbid(record, self._published() if how == "retract" else published)
-        if how == "retract" and len(record.tokens) <= self.longest_prompt:
+        if how == "retract":
             self.retracted.append(record)
 
     def _land_all(self) -> bool:

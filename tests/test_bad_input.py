@@ -151,15 +151,6 @@ def test_sizes_of_a_request(idle: HiSparsePool, call: Call, words: tuple[str, ..
     check_refused(idle, call, words)
 
 
-def test_a_prompt_larger_than_the_device_pool() -> None:
-    layout = KVLayout.single(1, (ROW_BYTES,), 4, (IndexGroup(0),), 0)
-    config = HiSparseConfig(top_k=4, context_len=64, host_pages=40, device_pages=9)
-    with HiSparsePool(layout, config) as pool:
-        words = ("token_ids holds 25 tokens = 7 pages", "the limit of this pool is 6", "Raise device_pages")
-        check_refused(pool, lambda p: p.admit("q", list(range(25))), words)
-        assert isinstance(pool.admit("q", list(range(24))), Admission)
-
-
 @pytest.mark.parametrize(
     "token_ids",
     [

@@ -171,4 +171,4 @@ def test_readme_begins_with_the_two_commands() -> None:
 
 
 def test_readme_example_runs() -> None:
-    assert run_python(readme_block("python")) == "Admission(cached_tokens=32, resident_tokens=32)"
+    assert run_python(readme_block("python")) == "Admission(cached_tokens=32, resident_tokens=32, hot=False)"

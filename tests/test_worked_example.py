@@ -41,7 +41,7 @@ def test_the_sessions_of_the_documents(name: str, least: int) -> None:
         ("slots [28], device rows [5, 20]", "slots [28], device rows [5, 24]"),
         ("        2  durable             -     0", "        2  durable             2     0"),
         ("keys [9, 10, -1, -1] order [2, 3, 1, 0]", "keys [9, 10, -1, -1] order [2, 3, 0, 1]"),
-        ("Admission(cached_tokens=8, resident_tokens=4)", "Admission(cached_tokens=8, resident_tokens=8)"),
+        ("cached_tokens=8, resident_tokens=4", "cached_tokens=8, resident_tokens=8"),
     ],
 )
 def test_a_changed_number_is_noticed(shown: str, changed: str) -> None:

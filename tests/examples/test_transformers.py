@@ -86,6 +86,13 @@ def test_a_starved_request_is_retracted_and_still_equal() -> None:
     assert run.counters.retractions > 0
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prompt_larger_than_the_device_is_computed_out_of_its_hot_region(name: str) -> None:
+    run = serve(name, [380])
+    assert run.ended[0].hot
+    assert run.equal == [True] * 2
+
+
 def _drop_one_row(pool: HiSparsePool) -> None:
     swap_in = pool.swap_in
 
@@ -107,7 +114,18 @@ def _skip_a_follower(pool: HiSparsePool) -> None:
     pool.runtime._gather = spoiled  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("spoil", [_drop_one_row, _skip_a_follower])
+def _last_k(pool: HiSparsePool) -> None:
+    """Attend to the newest tokens, whatever the indexer says."""
+    swap_in = pool.swap_in
+
+    def spoiled(group: int, positions: torch.Tensor) -> torch.Tensor:
+        newest = torch.tensor([request.num_tokens - 1 for request in pool._step])
+        return swap_in(group, (newest[:, None] - torch.arange(positions.shape[1])).int())
+
+    pool.swap_in = spoiled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("spoil", [_drop_one_row, _skip_a_follower, _last_k])
 def test_the_comparison_can_fail(spoil: Spoil) -> None:
     assert not all(serve("glm", [150, 257], spoil).equal)
 

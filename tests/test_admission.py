@@ -1,0 +1,80 @@
+"""Prompts that do not fit on the device: admitted into a hot region and computed out of it."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse_sgl.config import HiSparseConfig
+from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+from hisparse_sgl.pool import HiSparsePool
+from hisparse_sgl.requests import Admission, Deferred
+
+ROW_BYTES = 16
+
+
+def make_pool(device_pages: int = 9) -> HiSparsePool:
+    layout = KVLayout.single(1, (ROW_BYTES,), 4, (IndexGroup(0),), 0)
+    config = HiSparseConfig(
+        top_k=4, context_len=64, host_pages=40, device_pages=device_pages, max_requests=2, poison=True
+    )
+    return HiSparsePool(layout, config)
+
+
+def step(pool: HiSparsePool, rid: str, n: int, position: int) -> None:
+    """Write ``n`` rows, each filled with its position."""
+    slots = pool.extend(rid, n)
+    while isinstance(slots, Deferred):
+        assert pool.wait(), slots
+        slots = pool.extend(rid, n)
+    pool.begin_step([rid])
+    rows = torch.arange(position, position + n, dtype=torch.uint8)[:, None].expand(n, ROW_BYTES)
+    pool.write(0, slots, rows)
+    selected = torch.tensor([[0, position // 2, max(0, position - 1), position + n - 1]], dtype=torch.int32)
+    found = pool.swap_in(0, selected)
+    assert bool((found >= 0).all())
+    assert torch.equal(pool.rows(0)[found[0].long()][:, 0], selected[0].to(torch.uint8))
+    pool.step_done()
+    pool.check_integrity()
+    assert pool.audit() == 0
+
+
+def test_the_largest_resident_prompt_and_one_token_more() -> None:
+    with make_pool() as pool:
+        assert pool.admit("fits", list(range(24))) == Admission(0, 0, hot=False)
+        pool.abort("fits")
+        assert pool.admit("large", list(range(25))) == Admission(0, 0, hot=True)
+        pool.check_integrity()
+
+
+def test_a_large_prompt_is_computed_out_of_its_hot_region_and_published() -> None:
+    with make_pool() as pool:
+        tokens = list(range(50))
+        pool.admit("large", tokens)
+        for position in range(50):
+            step(pool, "large", 1, position)
+        pool.finish("large")
+        while pool.wait():
+            pass
+        again = pool.admit("again", tokens)
+        assert isinstance(again, Admission)
+        assert (again.cached_tokens, again.hot) == (48, True)
+        step(pool, "again", 1, 48)
+        assert pool.counters.pages_reused > 0
+
+
+def test_a_retracted_request_that_outgrew_the_device_comes_back() -> None:
+    with make_pool() as pool:
+        pool.admit("r", list(range(8)))
+        step(pool, "r", 8, 0)
+        for position in range(8, 40):
+            pool.append_tokens("r", [position])
+            step(pool, "r", 1, position)
+        pool.retract("r")
+        back = pool.admit("r", list(range(40)))
+        assert isinstance(back, Admission)
+        assert back.hot
+        assert back.cached_tokens >= 32
+        for position in range(back.cached_tokens, 44):
+            if position >= 40:
+                pool.append_tokens("r", [position])
+            step(pool, "r", 1, position)
