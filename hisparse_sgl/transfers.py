@@ -11,7 +11,8 @@ import torch
 from hisparse_sgl.kernels.rows import RowFormat
 from hisparse_sgl.kernels.scatter import scatter
 from hisparse_sgl.mem_pool.device_pool import DevicePool
-from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.host_pool import HostPool, Mark, record_event
+from hisparse_sgl.mem_pool.page_copies import PageCopies, Run
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.transfer_queue import Completion, PageCopy
 
@@ -23,34 +24,39 @@ def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch
 
 
 class Lane:
-    """Transfers of one direction. They run and complete in order, on a stream of their own on a GPU."""
+    """Transfers of one direction. They run and complete in order, on a stream of their own on a GPU.
 
-    def __init__(self, device: torch.device) -> None:
+    ``record`` marks what the stream was given so far; None in place of a mark is over at once.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        record: Callable[[torch.cuda.Stream | None], Mark | None] = record_event,
+    ) -> None:
         self.device = device
+        self.record = record
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pending: deque[tuple[int, torch.cuda.Event | None, tuple[torch.Tensor, ...]]] = deque()
+        self.pending: deque[tuple[int, Mark | None, tuple[torch.Tensor, ...]]] = deque()
         self.num_reported = 0
 
     def start(
         self, transfer_id: int, copy: Callable[[], None], inputs: tuple[torch.Tensor, ...] = ()
     ) -> None:
         """Run ``copy`` behind all that the current stream was given; ``inputs`` live until it is over."""
-        event = None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             copy()
-            if self.stream is not None:
-                event = torch.cuda.Event()
-                event.record(self.stream)
-        self.pending.append((transfer_id, event, inputs))
+            mark = self.record(self.stream)
+        self.pending.append((transfer_id, mark, inputs))
 
     @property
     def num_completed(self) -> int:
         """Transfers that are over on this rank, since the start."""
         over = 0
-        for _, event, _ in self.pending:
-            if event is not None and not event.query():
+        for _, mark, _ in self.pending:
+            if mark is not None and not mark.query():
                 break
             over += 1
         return self.num_reported + over
@@ -64,6 +70,9 @@ class Lane:
 
 class Transfers:
     """The ``TransferQueue`` of one rank.
+
+    With a ``SharedHostPool`` the writer alone copies to the host; on a reader the same calls start transfers
+    that are over when the writer's are.
 
     Args:
         host, device: the two pools; read at each copy, so that closing them ends all use of their memory.
@@ -90,31 +99,36 @@ class Transfers:
         self.backend = backend
         self.agree = agree
         self.where = device.buffer.device
-        self.to_host = Lane(self.where)
+        self.to_host = Lane(self.where, host.record)
         self.to_device = Lane(self.where)
+        self.pages = PageCopies(host, device)
         self.num_layers = device.buffer.shape[0]
         self.next_id = 0
 
     def mirror(self, slots: list[int], rows: list[int]) -> int:
-        slot_ids = upload(slots, torch.int32, self.where)
-        row_ids = upload(rows, torch.int32, self.where)
+        if not self.host.is_writer:
+            return self._start(self.to_host, _leave_to_the_writer)
+        ids = upload(slots + rows, torch.int32, self.where)
+        slot_ids, row_ids = ids[: len(slots)], ids[len(slots) :]
         self.counters.device_to_host_bytes += len(slots) * self.num_layers * self.row.row_bytes
         return self._start(
             self.to_host,
             lambda: scatter(
                 self.device.buffer, self.host.buffer, row_ids, slot_ids, self.row, backend=self.backend
             ),
-            (slot_ids, row_ids),
+            (ids,),
         )
 
     def spill(self, pages: list[PageCopy]) -> int:
+        if not self.host.is_writer:
+            return self._start(self.to_host, _leave_to_the_writer)
         moved = [copy for copy in pages if copy.moves_bytes]
         self.counters.device_to_host_bytes += self._bytes(moved)
-        return self._start(self.to_host, lambda: self._copy(moved, to_host=True))
+        return self._start(self.to_host, lambda: self.pages.copy(list(_runs(moved)), to_host=True))
 
     def restore(self, pages: list[PageCopy]) -> int:
         self.counters.restored_bytes += self._bytes(pages)
-        return self._start(self.to_device, lambda: self._copy(pages, to_host=False))
+        return self._start(self.to_device, lambda: self.pages.copy(list(_runs(pages)), to_host=False))
 
     def poll(self) -> list[Completion]:
         to_host, to_device = self.agree((self.to_host.num_completed, self.to_device.num_completed))
@@ -124,9 +138,9 @@ class Transfers:
     def wait(self) -> list[Completion]:
         lanes = [lane for lane in (self.to_host, self.to_device) if lane.pending]
         if lanes:
-            event = min(lanes, key=lambda lane: lane.pending[0][0]).pending[0][1]
-            if event is not None:
-                event.synchronize()
+            mark = min(lanes, key=lambda lane: lane.pending[0][0]).pending[0][1]
+            if mark is not None:
+                mark.synchronize()
         return self.poll()
 
     def _start(self, lane: Lane, copy: Callable[[], None], inputs: tuple[torch.Tensor, ...] = ()) -> int:
@@ -138,22 +152,17 @@ class Transfers:
     def _bytes(self, pages: list[PageCopy]) -> int:
         return len(pages) * self.num_layers * self.row.page_bytes
 
-    def _copy(self, pages: list[PageCopy], to_host: bool) -> None:
-        for host_page, device_page, count in _runs(pages):
-            for layer in range(self.num_layers):
-                host = self.host.buffer[layer, host_page : host_page + count]
-                device = self.device.buffer[layer, device_page : device_page + count]
-                target, source = (host, device) if to_host else (device, host)
-                target.copy_(source, non_blocking=True)
+
+def _leave_to_the_writer() -> None:
+    """A reader's part in a copy to a shared host pool."""
 
 
-def _runs(pages: list[PageCopy]) -> Iterator[tuple[int, int, int]]:
-    """(first host page, first device page, count) of pages that are neighbours on both sides."""
+def _runs(pages: list[PageCopy]) -> Iterator[Run]:
     start = 0
     for end in range(1, len(pages) + 1):
         first = pages[start]
         step = end - start
         if end < len(pages) and pages[end][:2] == (first.host_page + step, first.device_page + step):
             continue
-        yield first.host_page, first.device_page, step
+        yield Run(first.host_page, first.device_page, step)
         start = end

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
+import os
 import types
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from hisparse_sgl.mem_pool import host_pool
+from hisparse_sgl.mem_pool import host_memory, prefault
+from hisparse_sgl.mem_pool.host_memory import Progress, chunk_bounds
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
 
+PAGESIZE = mmap.PAGESIZE
 LAYOUT = KVLayout.single(2, (656,), 64, (IndexGroup(0, (1,)),), 132)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="registers memory with a CUDA device")
@@ -22,18 +28,25 @@ needs_no_gpu = pytest.mark.skipif(
 
 
 class FakeCudart:
-    """The two calls HostPool makes, with the return codes of a test."""
+    """The two calls HostPool makes, with the return codes of a test; only `limit` registrations succeed."""
 
-    def __init__(self, register: int = 0, unregister: int = 0) -> None:
+    def __init__(self, register: int = 0, unregister: int = 0, limit: int = 1000) -> None:
         self.codes = (register, unregister)
+        self.limit = limit
         self.registered: dict[int, int] = {}
+        self.calls: list[tuple[str, int]] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        if not self.codes[0]:
-            self.registered[address] = size
-        return self.codes[0]
+        self.calls.append(("register", address))
+        if self.codes[0] or len(self.registered) == self.limit:
+            return self.codes[0] or 2
+        for start, length in self.registered.items():  # CUDA counts whole pages of the OS
+            assert address >= -(-(start + length) // PAGESIZE) * PAGESIZE or address + size <= start
+        self.registered[address] = size
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
         if not self.codes[1]:
             del self.registered[address]
         return self.codes[1]
@@ -132,7 +145,7 @@ def test_dead_context_leaves_the_pages_to_the_kernel(
 
     use(monkeypatch, FakeCudart(unregister=700))
     left: list[object] = []
-    monkeypatch.setattr(host_pool, "_left_to_kernel", left)
+    monkeypatch.setattr(host_memory, "_left_to_kernel", left)
     if raises:
         monkeypatch.setattr(torch.cuda, "synchronize", die)
     pool = HostPool(LAYOUT, 2)
@@ -140,6 +153,110 @@ def test_dead_context_leaves_the_pages_to_the_kernel(
         pool.close()
         pool.close()
     assert len(left) == 1 and caplog.text.count("stay pinned until exit") == 1
+
+
+@pytest.mark.parametrize("page_bytes", [64 * 656, 64 * 1152, 37440, 16, 8 * 4099])
+@pytest.mark.parametrize("pages", [2, 1000, 12345])
+def test_bounds_split_no_page(page_bytes: int, pages: int) -> None:
+    unit = math.lcm(page_bytes, PAGESIZE)
+    for chunk in (unit, unit + 1, 3 * unit - 1, 5 * unit, 1 << 60):
+        bounds = chunk_bounds(pages * page_bytes, page_bytes, chunk)
+        assert bounds[0] == 0 and bounds[-1] == pages * page_bytes
+        assert all(0 < end - start <= chunk for start, end in zip(bounds, bounds[1:], strict=False))
+        assert all(bound % page_bytes == 0 and bound % PAGESIZE == 0 for bound in bounds[:-1])
+    with pytest.raises(ValueError, match=f"chunk_bytes is {unit - 1}, the limit is >= {unit}"):
+        chunk_bounds(pages * page_bytes, page_bytes, unit - 1)
+
+
+@needs_no_gpu
+def test_chunks_are_registered_in_order_and_given_back_in_reverse(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = FakeCudart()
+    use(monkeypatch, cudart)
+    seen: list[Progress] = []
+    with caplog.at_level(logging.INFO):
+        pool = HostPool(LAYOUT, 50, chunk_bytes=1 << 20, on_progress=seen.append)
+    starts = [pool.buffer.data_ptr() + bound for bound in pool.bounds[:-1]]
+    assert len(starts) == 5 and list(cudart.registered) == starts
+    assert sum(cudart.registered.values()) == pool.num_bytes
+    assert [progress.done_bytes for progress in seen] == pool.bounds[1:]
+    assert caplog.text.count("GiB/s") == len(seen) and seen[-1].total_bytes == pool.num_bytes
+    pool.close()
+    assert cudart.calls[5:] == [("unregister", start) for start in reversed(starts)]
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("failure", ["limit", "progress"])
+def test_an_error_in_the_middle_undoes_what_was_done(monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    cudart = FakeCudart(limit=3 if failure == "limit" else 1000)
+    use(monkeypatch, cudart)
+
+    def stop(progress: Progress) -> None:
+        if failure == "progress" and len(cudart.registered) == 3:
+            raise KeyboardInterrupt
+
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(RuntimeError if failure == "limit" else KeyboardInterrupt):
+        HostPool(LAYOUT, 400, chunk_bytes=8 << 20, on_progress=stop)
+    assert cudart.registered == {} and len(cudart.calls) == (4 if failure == "limit" else 3) + 3
+    assert psutil.Process().memory_info().rss - before < 8 << 20
+
+
+@needs_no_gpu
+def test_says_so_where_huge_pages_are_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    use(monkeypatch, FakeCudart())
+    monkeypatch.setattr(prefault, "SETTINGS", tmp_path)
+    for text, reason in (("always madvise [never]", "enabled is never"), ("[madvise] never", None)):
+        (tmp_path / "enabled").write_text(text)
+        caplog.clear()
+        with HostPool(LAYOUT, 4) as pool:
+            assert pool.pinned
+        assert ("small pages" in caplog.text) == (reason is not None)
+        assert reason is None or reason in caplog.text
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("knows_the_call", [False, True])
+def test_populate_brings_memory_in_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, knows_the_call: bool
+) -> None:
+    if not knows_the_call:
+        monkeypatch.setattr(prefault, "_populate_write", lambda address, num_bytes: False)
+    size = (64 << 20) + 12345
+    fd = os.memfd_create("test") if shared else -1
+    if shared:
+        os.ftruncate(fd, size)
+        os.pwrite(fd, b"x" * 100, size - 100)
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(fd, size, flags=flags) as mapping:
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        before = psutil.Process().memory_info().rss
+        prefault.populate(mapping, memory.data_ptr(), 1 << 20, size, shared)
+        grown = psutil.Process().memory_info().rss - before
+        assert 60 << 20 < grown < 65 << 20
+        assert memory[-100:].eq(ord("x") if shared else 0).all() and not memory[:-100].any()
+        del memory
+    if shared:
+        os.close(fd)
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_chunks_on_a_gpu() -> None:
+    with HostPool(LAYOUT, 400, chunk_bytes=1 << 20) as pool:
+        assert len(pool.bounds) > 30
+        on_device = torch.randint(0, 256, pool.buffer.shape, dtype=torch.uint8, device="cuda")
+        for start, end in zip(pool.bounds, pool.bounds[1:], strict=False):
+            part = pool.buffer.view(-1)[start:end]
+            assert part.is_pinned()
+            part.copy_(on_device.view(-1)[start:end], non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(pool.buffer, on_device.cpu())
+        del part
+    assert not pool.memory.registered
 
 
 @needs_gpu
@@ -153,4 +270,4 @@ def test_pinned_memory_on_a_gpu() -> None:
             on_device.copy_(pool.buffer, non_blocking=True)
             assert torch.equal(on_device.cpu(), pool.buffer)
             del on_device
-        assert pool._mapping is None
+        assert not pool.memory.registered
