@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ def replay(
     block_size: o.BlockSize = None,
     skip_bad: o.SkipBad = False,
     limit: o.Limit = None,
-    host_gib: o.HostGib = 1024.0,
+    host_gib: o.HostGib = 256.0,
     host_pages: o.HostPages = None,
-    device_gib: o.DeviceGib = 32.0,
+    device_gib: o.DeviceGib = 24.0,
     device_pages: o.DevicePages = None,
     policy: o.PolicyName = o.Policy.lru,
     max_requests: o.MaxRequests = 256,
@@ -73,6 +74,7 @@ def replay(
     setup = _setup(given)
     sweeps = _sweeps(given)
     points = sweeps.points(setup)
+    _prepare(plots, html)
     if plots and not points:
         raise ValueError("--plots has nothing to draw: add a sweep, such as --sweep-host-gib 64,256")
     sequences = Sequences(_trace(given))
@@ -89,6 +91,16 @@ def replay(
     if refused:
         print(f"hisparse-sgl: {refused} requests do not fit: raise the device or host pool", file=sys.stderr)
         raise typer.Exit(FINDING)
+
+
+def _prepare(plots: Path | None, html: Path | None) -> None:
+    """Refuse a place that cannot be written before the work is done, not after."""
+    if (plots or html) and find_spec("matplotlib") is None:
+        raise ValueError("--plots and --html need matplotlib: pip install 'hisparse-sgl[tools]'")
+    if html and not html.parent.is_dir():
+        raise ValueError(f"--html is {html}: there is no folder {html.parent}; make it first")
+    if plots and plots.exists() and not plots.is_dir():
+        raise ValueError(f"--plots is {plots}: that is a file; give a folder")
 
 
 def _setup(given: Mapping[str, Any]) -> Setup:

@@ -33,7 +33,7 @@ def generate(
     mean_new_tokens: float = 6000.0,
     mean_answer_tokens: float = 300.0,
 ) -> Iterator[dict[str, Any]]:
-    """Records of a trace, by timestamp. Equal arguments give equal records on every machine.
+    """Records of a trace, by timestamp. Equal arguments give equal records.
 
     A conversation begins with one of four system prompts; each later turn holds all before it, the answer
     included. Full blocks keep their id from turn to turn; a partial last block has an id of its own.

@@ -27,6 +27,8 @@ class Measures:
     peak_decoding: int = 0
     output_tokens: int = 0
     gathered_bytes: float = 0.0
+    region_rows: int = 0  # rows selected by requests with a hot region
+    region_rows_missing: int = 0  # of these, not on a resident page
     deferred: Counter[str] = field(default_factory=Counter)  # requests by what they lacked first
     retracted: Counter[int] = field(default_factory=Counter)  # retractions by request
     refused: int = 0
@@ -88,6 +90,9 @@ def timed_result(measures: Measures, spilled: int, restored: int) -> dict[str, A
         "decode_time_share": {
             mode: ratio(seconds, decode_seconds) for mode, seconds in measures.mode_seconds.items()
         },
+        "resident_share_with_hot_region": ratio(
+            measures.region_rows - measures.region_rows_missing, measures.region_rows
+        ),
         "bytes_spilled": spilled,
         "bytes_restored": restored,
         "bytes_swapped_in": round(measures.gathered_bytes),

@@ -12,8 +12,9 @@ class Occupancy:
     """Requests with a hot region: how many of their pages are resident.
 
     ``holders`` maps a host page to the rids of such requests that have it. A request is *hybrid* while a page
-    it does not pin is resident, *hot* otherwise. ``missing_rows`` sums, over these requests, the rows of one
-    selection that are not resident: the selection is spread evenly over the context.
+    it does not pin is resident, *hot* otherwise. ``selected_rows`` sums the rows of one selection over these
+    requests, ``missing_rows`` those of them that are not resident: a selection is spread evenly over the
+    context.
     """
 
     def __init__(self, coordinator: Coordinator, block_size: int, top_k: int) -> None:
@@ -26,7 +27,8 @@ class Occupancy:
         self.seen: set[int] = set()  # pages of these requests that count as resident
         self.modes: dict[str, str] = {}
         self.counts = {"hybrid": 0, "hot": 0}
-        self.rows: dict[str, int] = {}
+        self.rows: dict[str, tuple[int, int]] = {}  # selected, missing
+        self.selected_rows = 0
         self.missing_rows = 0
 
     def grow(self, rid: str) -> None:
@@ -47,7 +49,8 @@ class Occupancy:
                 del self.holders[page]
                 self.seen.discard(page)
         self.counts[self.modes.pop(rid)] -= 1
-        self.missing_rows -= self.rows.pop(rid)
+        self._set_rows(rid, 0, 0)
+        del self.rows[rid]
         del self.resident[rid]
 
     def update(self) -> None:
@@ -81,8 +84,11 @@ class Occupancy:
                     f"{rid}: {resident} of {len(request.pages)} pages resident, {behind} behind the tail, "
                     f"counted {self.resident[rid]} and {self.modes[rid]}"
                 )
-        if self.missing_rows != sum(self.rows.values()) or sum(self.counts.values()) != len(expected):
-            raise RuntimeError(f"{self.missing_rows} rows missing, {self.rows}; counts {self.counts}")
+        selected, missing = (sum(rows[i] for rows in self.rows.values()) for i in (0, 1))
+        if (selected, missing) != (self.selected_rows, self.missing_rows):
+            raise RuntimeError(f"{self.missing_rows} of {self.selected_rows} rows missing, {self.rows}")
+        if sum(self.counts.values()) != len(expected):
+            raise RuntimeError(f"{len(expected)} requests with hot regions, counted {self.counts}")
 
     def _add(self, request: Request) -> None:
         rid = request.rid
@@ -90,7 +96,7 @@ class Occupancy:
         self.resident[rid] = 0
         self.modes[rid] = "hot"
         self.counts["hot"] += 1
-        self.rows[rid] = 0
+        self.rows[rid] = (0, 0)
         for page in request.pages:
             self._hold(request, page)
 
@@ -117,6 +123,10 @@ class Occupancy:
         self.counts[mode] += 1
         self.modes[rid] = mode
         selected = min(self.top_k, pages * self.block_size)
-        rows = selected * (pages - resident) // pages
-        self.missing_rows += rows - self.rows[rid]
-        self.rows[rid] = rows
+        self._set_rows(rid, selected, selected * (pages - resident) // pages)
+
+    def _set_rows(self, rid: str, selected: int, missing: int) -> None:
+        before = self.rows[rid]
+        self.selected_rows += selected - before[0]
+        self.missing_rows += missing - before[1]
+        self.rows[rid] = (selected, missing)

@@ -7,17 +7,14 @@ from base64 import b64encode
 from html import escape
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 Row = tuple[str, str]
 Outcome = dict[str, Any]
 
-TIMED_COLUMNS = (
-    *("TTFT p50", "TTFT p99", "running", "peak", "resident", "hybrid", "hot"),
-    *("deferred", "retracted", "refused"),
-)
-
+FATES = ("deferred", "retracted", "refused")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem }
@@ -46,10 +43,12 @@ def print_tables(outcome: Outcome, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     for sweep, results in outcome["sweeps"].items():
-        table = Table(title=f"sweep: {sweep}", title_justify="left")
+        table = Table(
+            title=f"sweep: {sweep}", title_justify="left", box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0)
+        )
         header, *body = _grid(results)
         for name in header:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for line in body:
             table.add_row(*line)
         console.print(table)
@@ -141,6 +140,7 @@ def _memory_rows(result: dict[str, Any]) -> list[Row]:
     shares = result["decode_time_share"]
     return [
         ("decode time resident / hybrid / hot", " / ".join(_share(shares[mode]) for mode in shares)),
+        ("hot regions: selected rows still resident", _share(result["resident_share_with_hot_region"])),
         ("spilled to the host", _bytes(result["bytes_spilled"])),
         ("restored to the device", _bytes(result["bytes_restored"])),
         ("swapped in by decode steps", _bytes(result["bytes_swapped_in"])),
@@ -148,23 +148,30 @@ def _memory_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _grid(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Header and one line for each point of a sweep."""
-    header = ["policy", "host", "device", "hit rate"]
-    timed = "ttft_seconds" in results[0]
-    if timed:
-        header += TIMED_COLUMNS
-    grid = [header]
-    for result in results:
-        line = [result["policy"], _short(result, "host"), _short(result, "device")]
-        line.append(_share(result["token_hit_rate"]))
-        if timed:
-            line += [_time(result["ttft_seconds"]["p50"]), _time(result["ttft_seconds"]["p99"])]
-            line += [f"{result['concurrency_busy_mean']:.1f}", str(result["concurrency_peak"])]
-            line += [f"{100 * share:.0f} %" for share in result["decode_time_share"].values()]
-            counts = ("deferred_requests", "retracted_requests", "refused_requests")
-            line += [f"{result[count]:,}" for count in counts]
-        grid.append(line)
-    return grid
+    """Header and one line for each point of a sweep, without the columns that would say nothing."""
+    columns = {
+        "policy": [result["policy"] for result in results],
+        "host": [_short(result, "host") for result in results],
+        "device": [_short(result, "device") for result in results],
+    }
+    columns = {name: cells for name, cells in columns.items() if len(set(cells)) > 1} or columns
+    columns["hit rate"] = [_share(result["token_hit_rate"]) for result in results]
+    if "ttft_seconds" in results[0]:
+        columns |= _timed_columns(results)
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
+
+
+def _timed_columns(results: list[dict[str, Any]]) -> dict[str, list[str]]:
+    times = [result["ttft_seconds"] for result in results]
+    shares = [result["decode_time_share"].values() for result in results]
+    counts = [[result[f"{name}_requests"] for name in FATES] for result in results]
+    return {
+        "TTFT p50/p99": [f"{_time(each['p50'])}/{_time(each['p99'])}" for each in times],
+        "mean": [f"{result['concurrency_busy_mean']:.1f}" for result in results],
+        "peak": [str(result["concurrency_peak"]) for result in results],
+        "res/hyb/hot %": ["/".join(f"{100 * share:.0f}" for share in each) for each in shares],
+        "def/ret/ref": ["/".join(map(str, each)) for each in counts],
+    }
 
 
 def _short(result: dict[str, Any], pool: str) -> str:
@@ -189,9 +196,9 @@ def _share(share: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1000:,.0f} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def _bytes(count: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isqrt
 
-from hisparse_sgl.config import HiSparseConfig
+from hisparse_sgl.config import MAX_HOT_ROWS, HiSparseConfig
 from hisparse_sgl.coordinator import Coordinator
 from hisparse_sgl.replay.clock import Clock, Rates, SimulatedTransfers
 from hisparse_sgl.replay.sequences import Sequences
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Model:
-    """What one token costs and what one query row selects; the defaults are GLM-5 with fp8 rows."""
+    """What one token costs and what one query row selects; the defaults are GLM-5.x with fp8 rows."""
 
     layers: int = 78
     row_bytes: int = 656
@@ -30,6 +30,8 @@ class Model:
             raise ValueError(
                 f"hot_rows is {self.hot_rows}, one step selects top_k = {self.top_k} rows: raise hot_rows"
             )
+        if self.hot_rows > MAX_HOT_ROWS:
+            raise ValueError(f"hot_rows is {self.hot_rows}, the limit is {MAX_HOT_ROWS}: lower it")
 
     @property
     def token_bytes(self) -> int:
@@ -64,8 +66,8 @@ class Setup:
 
     model: Model = field(default_factory=Model)
     rates: Rates = field(default_factory=Rates)
-    host: Size = field(default_factory=lambda: Size(gib=1024.0))
-    device: Size = field(default_factory=lambda: Size(gib=32.0))
+    host: Size = field(default_factory=lambda: Size(gib=256.0))
+    device: Size = field(default_factory=lambda: Size(gib=24.0))
     policy: str = "lru"
     max_requests: int = 256
     slowdown: float = 1.0

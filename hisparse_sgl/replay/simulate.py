@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from hisparse_sgl.replay.measures import Measures, timed_result
@@ -209,6 +209,8 @@ class Simulation:
         self.measures.output_tokens += steps * decoding
         self.measures.lapse(steps * seconds, len(self.coordinator.requests))
         self.measures.decode(steps * seconds, decoding, hot, steps * (gathered or 0.0))
+        self.measures.region_rows += steps * self.occupancy.selected_rows
+        self.measures.region_rows_missing += steps * self.occupancy.missing_rows
         self._end_step(batch)
         self.occupancy.update()
 
@@ -240,8 +242,10 @@ class Simulation:
             self._emit_first(job)
         grown = [job for job in self._due() if job in self.decoding and self._grow(job)]
         grown = [job for job in grown if job in self.decoding]  # a later one may have retracted it
-        if grown or not written:
+        if grown:
             self._settle(grown)
+        elif not written and (self.transfers.next_completion or inf) <= self.clock.now:
+            self.coordinator.collect()
         for job in grown:
             self._schedule(job)
 
