@@ -69,7 +69,7 @@ class AdmissionControl:
         """Evict prefixes until ``pages`` host pages are free and not promised; False if that cannot be."""
 
         def missing() -> int:
-            return pages + self.residency.promised - self.allocator.num_free
+            return pages + self.residency.promised_host - self.allocator.num_free
 
         while 0 < missing() <= self.tree.num_evictable:
             self.pages.free(self.tree.evict(missing()))

@@ -243,7 +243,7 @@ class Coordinator:
             )
         needed = self.allocator.pages_needed(request.num_tokens, n, len(request.pages))
         limit = self.config.device_pages - 1 - self.sizes.hot_pages - ACTIVE_TAIL_PAGES
-        if needed - request.promised > limit:
+        if needed - request.promised_device > limit:
             raise ValueError(
                 f"n is {n} for rid {request.rid!r}: {needed} new pages, the limit of this pool is {limit} at "
                 "once. Extend in smaller pieces, each with its own forward, or raise device_pages"
@@ -288,8 +288,7 @@ class Coordinator:
         self.allocator.share(pages)
         if self.admission.is_hot(request.prompt_tokens):
             self.residency.give_hot(request)
-        else:
-            self.residency.promise(request, -(-request.prompt_tokens // self.page_size) - len(pages))
+        self.residency.promise(request, -(-request.prompt_tokens // self.page_size) - len(pages))
         self.residency.pin(request)
         self.deltas.page_runs.append((request.row, 0, list(pages)))
         return request
@@ -310,10 +309,10 @@ class Coordinator:
 
     def _cannot_grow(self, request: Request, n: int) -> str | None:
         needed = self.allocator.pages_needed(request.num_tokens, n, len(request.pages))
-        extra = max(0, needed - request.promised)
+        extra = max(0, needed - request.promised_device)
         if extra == 0 and min(self.leases.num_free, self.allocator.num_free) >= needed:
             return None
-        if not self.admission.make_host_room(extra):
+        if not self.admission.make_host_room(max(0, needed - request.promised)):
             return "host pages"
         # Yield before the last pages go: a hot region can only be given while one still fits.
         self.residency.relieve(extra + self.sizes.transition_watermark, self.requests.values())

@@ -99,13 +99,14 @@ def _check_states(c: Coordinator) -> None:
 
 
 def _check_promises(c: Coordinator) -> None:
-    promised = sum(request.promised for request in c.requests.values())
-    free = min(c.leases.num_free, c.allocator.num_free)
-    if promised != c.residency.promised or promised > free:
-        raise RuntimeError(
-            f"{promised} pages promised, {c.residency.promised} counted, {c.leases.num_free} device and "
-            f"{c.allocator.num_free} host pages free (rule 10)"
-        )
+    requests, residency = c.requests.values(), c.residency
+    budgets = {
+        "host": (sum(r.promised for r in requests), residency.promised_host, c.allocator.num_free),
+        "device": (sum(r.promised_device for r in requests), residency.promised, c.leases.num_free),
+    }
+    for name, (promised, counted, free) in budgets.items():
+        if promised != counted or promised > free:
+            raise RuntimeError(f"{promised} {name} pages promised, {counted} counted, {free} free (rule 10)")
     rows = sorted([r.row for r in c.requests.values()] + c.free_rows)
     if rows != list(range(c.config.max_requests)):
         raise RuntimeError(f"request rows {rows} are not each in one place")

@@ -46,12 +46,17 @@ class Request:
     num_started: int = 0  # rows that the open step counts as written when it is over
     pin_start: int = 0
     restoring: list[int] = field(default_factory=list)  # pinned pages whose bytes are on their way
-    promised: int = 0  # pages of the prompt that are not leased yet
+    promised: int = 0  # host pages of the prompt that are not handed out yet
     hot_pages: list[int] = field(default_factory=list)  # empty: fully resident
 
     @property
     def prefilling(self) -> bool:
         return self.num_settled < self.prompt_tokens
+
+    @property
+    def promised_device(self) -> int:
+        """Device pages kept for the rest of the prompt: none if it is computed out of a hot region."""
+        return 0 if self.hot_pages else self.promised
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ class Residency:
         self.sizes = sizes
         self.deltas = deltas
         self.promised = 0
+        self.promised_host = 0
 
     @property
     def available(self) -> int:
@@ -61,9 +62,7 @@ class Residency:
         for page in request.pages[first:]:
             self.pages.open(page)
             self.leases.pin(page)
-        kept = min(request.promised, len(request.pages) - first)
-        request.promised -= kept
-        self.promised -= kept
+        self.promise(request, -min(request.promised, len(request.pages) - first))
         self._trim(request)
 
     def relieve(self, target: int, requests: Iterable[Request]) -> bool:
@@ -96,19 +95,23 @@ class Residency:
         self._trim(request)
 
     def promise(self, request: Request, pages: int) -> None:
-        """Keep device and host pages for the rest of a prompt: they are available to nobody else."""
-        request.promised = pages
-        self.promised += pages
+        """Keep more host pages for the rest of a prompt, and as many device pages if it is to lie there.
+
+        They are available to nobody else. A negative number takes a promise back, or counts it as kept.
+        """
+        request.promised += pages
+        self.promised_host += pages
+        if not request.hot_pages:
+            self.promised += pages
 
     def release(self, request: Request) -> None:
         """Drop the pins, the hot region and the promise of a request that ends."""
         self._unpin(request, len(request.pages))
+        self.promise(request, -request.promised)
         if request.hot_pages:
             self.leases.release_hot(request.hot_pages)
             request.hot_pages = []
         self.deltas.hot_regions[request.row] = []
-        self.promised -= request.promised
-        request.promised = 0
 
     def cut(self, request: Request, count: int) -> list[int]:
         """Take the request's pages from index ``count`` on away from it; the caller frees them."""

@@ -12,10 +12,10 @@ from hisparse_sgl.requests import Admission, Deferred
 ROW_BYTES = 16
 
 
-def make_pool(device_pages: int = 9) -> HiSparsePool:
+def make_pool(device_pages: int = 9, host_pages: int = 40) -> HiSparsePool:
     layout = KVLayout.single(1, (ROW_BYTES,), 4, (IndexGroup(0),), 0)
     config = HiSparseConfig(
-        top_k=4, context_len=64, host_pages=40, device_pages=device_pages, max_requests=2, poison=True
+        top_k=4, context_len=64, host_pages=host_pages, device_pages=device_pages, max_requests=2, poison=True
     )
     return HiSparsePool(layout, config)
 
@@ -60,6 +60,16 @@ def test_a_large_prompt_is_computed_out_of_its_hot_region_and_published() -> Non
         assert (again.cached_tokens, again.hot) == (48, True)
         step(pool, "again", 1, 48)
         assert pool.counters.pages_reused > 0
+
+
+def test_the_host_pages_of_a_large_prompt_are_promised_to_it() -> None:
+    with make_pool(device_pages=12, host_pages=25) as pool:
+        pool.admit("a", list(range(60)))
+        assert pool.admit("b", list(range(100, 160))) == Deferred("host pages")
+        for position in range(60):
+            step(pool, "a", 1, position)
+        pool.abort("a")
+        assert pool.admit("b", list(range(100, 160))) == Admission(0, 0, hot=True)
 
 
 def test_a_retracted_request_that_outgrew_the_device_comes_back() -> None:
