@@ -71,26 +71,30 @@ def replay(
       hisparse-sgl replay --demo --device-gib 8
     """
     given = dict(locals())
-    setup = _setup(given)
-    sweeps = _sweeps(given)
-    points = sweeps.points(setup)
-    _prepare(plots, html)
-    if plots and not points:
-        raise ValueError("--plots has nothing to draw: add a sweep, such as --sweep-host-gib 64,256")
-    sequences = Sequences(_trace(given))
-    runner = Runner(sequences)
-    num_runs = runner.check(chain([setup], *points.values()))
-    with _progress(num_runs * len(sequences.trace.requests)) as runner.on_request:
-        outcome = {
-            "trace": _describe(sequences),
-            "result": runner.run(setup),
-            "sweeps": {name: [runner.run(point) for point in setups] for name, setups in points.items()},
-        }
+    outcome = _replay(given)
     _write(outcome, output, plots, html)
     refused = outcome["result"].get("refused_requests", 0)
     if refused:
         print(f"hisparse-sgl: {refused} requests do not fit: raise the device or host pool", file=sys.stderr)
         raise typer.Exit(FINDING)
+
+
+def _replay(given: Mapping[str, Any]) -> dict[str, Any]:
+    setup = _setup(given)
+    sweeps = _sweeps(given)
+    points = sweeps.points(setup)
+    _prepare(given["plots"], given["html"])
+    if given["plots"] and not points:
+        raise ValueError("--plots has nothing to draw: add a sweep, such as --sweep-host-gib 64,256")
+    sequences = Sequences(_trace(given))
+    runner = Runner(sequences)
+    num_runs = runner.check(chain([setup], *points.values()))
+    with _progress(num_runs * len(sequences.trace.requests)) as runner.on_request:
+        return {
+            "trace": _describe(sequences),
+            "result": runner.run(setup),
+            "sweeps": {name: [runner.run(point) for point in setups] for name, setups in points.items()},
+        }
 
 
 def _prepare(plots: Path | None, html: Path | None) -> None:

@@ -185,7 +185,8 @@ def _collect(
         except ValueError as error:
             message = f"{name}:{number}: {error}"
             if not skip_bad or (not reader.requests and skipped >= MAX_BAD_FIRST):
-                raise TraceError(message + ("" if skip_bad else ", or pass --skip-bad")) from None
+                advice = f" (no good line among the first {number:,})" if skip_bad else ", or pass --skip-bad"
+                raise TraceError(message + advice) from None
             first_skipped = first_skipped or message
             skipped += 1
     if not reader.requests or reader.dialect is None or reader.block_size is None:
