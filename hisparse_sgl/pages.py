@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
@@ -120,17 +121,22 @@ class Pages:
             return
         pages = list(dict.fromkeys(slot // page_size for slot in slots))
         rows = [self.leases.device_page_of(s // page_size) * page_size + s % page_size for s in slots]
-        self._take_off("mirror", pages, self.transfers.mirror(slots, rows))
+        try:
+            transfer_id = self.transfers.mirror(slots, rows)
+        except BaseException:  # out of device memory, for one: the spill has to bring these rows
+            self.unmirrored.update(pages)
+            raise
+        self._take_off("mirror", pages, transfer_id)
 
     def spill(self, budget: int) -> None:
         """Start to copy sealed dirty pages to the host, oldest first, up to ``budget`` at a time."""
-        count = min(budget - len(self.spill_ids), len(self.to_spill))
-        pages = [self.to_spill.popitem(last=False)[0] for _ in range(count)]
+        pages = list(islice(self.to_spill, max(0, budget - len(self.spill_ids))))
         if not pages:
             return
         copies = [PageCopy(p, self.leases.device_page_of(p), p in self.unmirrored) for p in pages]
         transfer_id = self.transfers.spill(copies)
         for page in pages:
+            del self.to_spill[page]
             self.states[page] = PageState.SPILLING
             self.spill_ids[page] = transfer_id
             self.unmirrored.discard(page)

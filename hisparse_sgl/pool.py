@@ -23,7 +23,7 @@ from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters, Metric, snapshot
 from hisparse_sgl.radix.events import KVEvent
 from hisparse_sgl.radix.page_hash import ExtraKey, TokenIds
-from hisparse_sgl.requests import Admission, Deferred, Request
+from hisparse_sgl.requests import Admission, Deferred, Deltas, Request
 from hisparse_sgl.runtime import STATS, Runtime
 from hisparse_sgl.transfers import Transfers, upload
 
@@ -85,6 +85,7 @@ class HiSparsePool:
             )
             opened.pop_all()
         self._step: list[Request] = []
+        self._deltas: list[Deltas] = []  # taken from the coordinator and not applied yet
 
     def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
         """Let a request in with its longest durable prefix; at least one token is left to compute.
@@ -240,16 +241,19 @@ class HiSparsePool:
     def retract(self, rid: str) -> None:
         """Take a running request back; what is durable of it is published. Admit it again to go on."""
         self._check_open()
+        self._join_copies()
         self.coordinator.retract(rid)
 
     def finish(self, rid: str) -> None:
         """The request is complete; its whole pages are published, now or when their copies are through."""
         self._check_open()
+        self._join_copies()
         self.coordinator.finish(rid)
 
     def abort(self, rid: str) -> None:
         """End a request without publishing any more of it."""
         self._check_open()
+        self._join_copies()
         self.coordinator.abort(rid)
 
     def flush(self) -> None:
@@ -330,11 +334,19 @@ class HiSparsePool:
         self.close()
 
     def _apply(self) -> None:
-        self.runtime.apply(self.coordinator.take_deltas())
+        # What an error cuts short is applied again, as a whole, before what comes after it.
+        self._deltas.append(self.coordinator.take_deltas())
+        while self._deltas:
+            self.runtime.apply(self._deltas[0])
+            del self._deltas[0]
 
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError("the pool is closed: make a new HiSparsePool")
+
+    def _join_copies(self) -> None:
+        # After a forward that failed they may still write to a hot region that is now given back.
+        self.runtime.join()
 
     def _check_layer(self, layer: int) -> None:
         self.layout.group_of(whole("layer", layer))

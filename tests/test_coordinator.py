@@ -197,6 +197,64 @@ def test_begin_step_refuses_a_request_whose_prefix_is_on_its_way() -> None:
     bench.pool.begin_step(["b"])
 
 
+def fail_once(owner: object, name: str) -> None:
+    """The next call of a method raises before it does anything."""
+
+    def fail(*args: object) -> None:
+        patch.undo()
+        raise MemoryError(name)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize("lost", ["mirror", "spill"])
+def test_rows_whose_copy_cannot_start_reach_the_host_later(lost: str) -> None:
+    bench = Bench()
+    bench.pool.admit("a", list(range(9)))
+    slots = bench.pool.extend("a", 7)
+    assert isinstance(slots, torch.Tensor)
+    bench.pool.begin_step(["a"])
+    bench.pool.write(0, slots, torch.full((7, 16), 7, dtype=torch.uint8))
+    fail_once(bench.transfers, lost)
+    with pytest.raises(MemoryError):
+        bench.pool.step_done()
+    bench.pool.check_integrity()
+    slots = bench.pool.extend("a", 1)
+    assert isinstance(slots, torch.Tensor)
+    bench.pool.begin_step(["a"])
+    bench.pool.write(0, slots, torch.full((1, 16), 7, dtype=torch.uint8))
+    bench.pool.step_done()
+    bench.land()
+    pages = bench.coordinator.requests["a"].pages
+    assert [bench.coordinator.pages.states[page] for page in pages] == [PageState.DURABLE] * 2
+    assert bench.pool.host_pool.buffer[0, pages].eq(7).all()
+    assert bench.pool.audit() == 0
+
+
+def test_tables_that_could_not_be_brought_up_to_date_are_so_at_the_next_try() -> None:
+    bench = Bench()
+    bench.pool.admit("a", [1])
+    bench.pool.extend("a", 7)
+    fail_once(bench.pool.runtime, "apply")
+    with pytest.raises(MemoryError):
+        bench.pool.begin_step(["a"])
+    bench.forward("a", 6)
+    tables, leases = bench.pool.runtime.tables, bench.coordinator.leases
+    assert tables.resident_page.tolist() == leases.resident_page
+    assert tables.page_table[0, :4].tolist() == bench.coordinator.requests["a"].pages
+
+
+def test_a_request_ends_after_the_copies_into_its_hot_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    calls: list[str] = []
+    monkeypatch.setattr(bench.pool.runtime, "join", lambda: calls.append("join"))
+    for how in ("retract", "finish", "abort"):
+        monkeypatch.setattr(bench.coordinator, how, lambda rid, how=how: calls.append(how))
+        getattr(bench.pool, how)("a")
+    assert calls == ["join", "retract", "join", "finish", "join", "abort"]
+
+
 def test_growth_that_can_never_fit_is_refused_and_not_deferred() -> None:
     bench = Bench(device_pages=9)
     bench.pool.admit("a", [1])
