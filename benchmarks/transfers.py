@@ -5,6 +5,7 @@ python -m benchmarks.transfers
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from hisparse_sgl.kernels.scatter import scatter
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
+from hisparse_sgl.mem_pool.page_copies import PageCopies
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.transfer_queue import PageCopy
 from hisparse_sgl.transfers import Transfers
@@ -79,6 +81,16 @@ class Bench:
         if lane.stream is not None:
             torch.cuda.current_stream(self.where).wait_stream(lane.stream)
 
+    def ways(self) -> dict[str, PageCopies]:
+        """Every way to copy pages that works here, by name."""
+        ways = {}
+        for method in PageCopies.usable(self.host, self.device):
+            ways[method] = PageCopies(self.host, self.device, method)
+            if method == "batch":
+                ways["batch, overlap"] = PageCopies(self.host, self.device, method)
+                ways["batch, overlap"].overlap = True
+        return ways
+
     def check_pages(self, copies: list[PageCopy]) -> None:
         """Raise RuntimeError unless spilled pages come back as they were."""
         index = torch.tensor([copy.device_page for copy in copies], device=self.where)
@@ -108,6 +120,17 @@ def count_launches(body: Callable[[], None], device: torch.device) -> dict[str, 
     return {"kernels": len(names) - copies, "copies": copies}
 
 
+def cpu_time(start: Callable[[], None], device: torch.device, repeats: int = 15) -> float:
+    """Microseconds of the calling thread for ``start``, median."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        start()
+        times.append(time.perf_counter() - began)
+        timing.synchronize(device)
+    return round(sorted(times)[repeats // 2] * 1e6, 1)
+
+
 def measure_mirror(bench: Bench, to_host_gbps: float) -> dict[str, Any]:
     """Microseconds of a step's mirror, and beyond what its bytes take at the rate of a plain copy."""
     bench.check_mirror()
@@ -119,12 +142,14 @@ def measure_mirror(bench: Bench, to_host_gbps: float) -> dict[str, Any]:
     def start() -> None:
         bench.transfers.mirror(slots, rows)
 
+    launches = count_launches(start, bench.where)
     return {
         "mirror_us": sample._asdict(),
         "bytes": num_bytes,
         "bytes_us": round(own, 1),
         "beyond_us": round(sample.p50 - own, 1),
-        "launches": count_launches(start, bench.where),
+        "launches": launches,
+        "cpu_us": cpu_time(start, bench.where),
     }
 
 
@@ -144,6 +169,7 @@ def measure_pages(bench: Bench, run: int, to_host: bool, memcpy_gbps: float) -> 
         "us": sample._asdict(),
         "gbps": round(rate, 2),
         "of_memcpy": round(rate / memcpy_gbps, 3),
+        "cpu_us": cpu_time(lambda: bench.move(copies, to_host), bench.where, 5),
     }
 
 
@@ -162,21 +188,26 @@ def main() -> int:
     mirror = measure_mirror(bench, rates["to_host"])
     shared = {"layers": layers, "requests": requests, "memcpy_gbps": rates}
     results.write(shared | {"what": "mirror"} | mirror)
-    bench.check_pages(bench.pages(runs[0]))
     rows = []
-    for run in runs:
-        for to_host in (True, False):
-            values = measure_pages(bench, run, to_host, rates["to_host" if to_host else "to_device"])
-            results.write(shared | values)
-            figures = (f"{values['gbps']:.1f}", f"{values['of_memcpy']:.2f}", f"{values['us']['p50']:.0f}")
-            rows.append([f"{values['what']}, runs of {run} pages", *figures])
+    for name, way in bench.ways().items():
+        bench.transfers.pages = way
+        bench.check_pages(bench.pages(runs[0]))
+        for run in runs:
+            for to_host in (True, False):
+                memcpy = rates["to_host" if to_host else "to_device"]
+                values = {"way": name} | measure_pages(bench, run, to_host, memcpy)
+                results.write(shared | values)
+                figures = (values["gbps"], values["of_memcpy"], values["us"]["p50"], values["cpu_us"])
+                what = f"{name}: {values['what']}, runs of {run} pages"
+                rows.append([what, *(f"{figure:.2f}" for figure in figures)])
     results.close()
     print(f"memcpy: to host {rates['to_host']:.1f} GB/s, to device {rates['to_device']:.1f} GB/s")
     print(
         f"mirror of {requests} rows x {layers} layers: p50 {mirror['mirror_us']['p50']:.1f} us, its bytes "
-        f"{mirror['bytes_us']} us, beyond them {mirror['beyond_us']} us, launches {mirror['launches']}"
+        f"{mirror['bytes_us']} us, beyond them {mirror['beyond_us']} us, launches {mirror['launches']}, "
+        f"CPU {mirror['cpu_us']} us"
     )
-    print(report.table(["pages", "GB/s", "of memcpy", "us"], rows))
+    print(report.table(["pages", "GB/s", "of memcpy", "us", "CPU us"], rows))
     return 0
 
 

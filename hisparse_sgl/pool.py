@@ -40,6 +40,8 @@ class HiSparsePool:
         config: sizes and policies.
         device: where the device pool lies.
         transfer_class: what moves bytes between the pools; tests put late and failing copies here.
+        host_pool: the host memory, a ``SharedHostPool`` of several ranks for one; None makes it. ``close``
+            closes it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class HiSparsePool:
         config: HiSparseConfig,
         device: torch.device | str = "cpu",
         transfer_class: type[Transfers] = Transfers,
+        host_pool: HostPool | None = None,
     ) -> None:
         self.layout = layout
         self.config = config
@@ -63,8 +66,15 @@ class HiSparsePool:
         backend = None if config.kernels == "auto" else config.kernels
         with ExitStack() as opened:
             # The host pool first: it knows what fits, and its slots take indexer rows on the device.
-            self.host_pool = HostPool(layout, config.host_pages, torch.device(device).type == "cuda")
-            opened.callback(self.host_pool.close)
+            if host_pool is None:
+                host_pool = HostPool(layout, config.host_pages, torch.device(device).type == "cuda")
+                opened.callback(host_pool.close)
+            elif (host_pool.layout, host_pool.num_pages) != (layout, config.host_pages):
+                raise ValueError(
+                    f"host_pool has {host_pool.num_pages} pages, the limit is config.host_pages, "
+                    f"{config.host_pages}, of the same layout: make it with both"
+                )
+            self.host_pool = host_pool
             self.device_pool = DevicePool(
                 layout, config.device_pages, config.host_pages, device, poison=config.poison
             )

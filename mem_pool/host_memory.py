@@ -7,6 +7,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +28,12 @@ _left_to_kernel: list[mmap.mmap] = []
 
 
 class Progress(NamedTuple):
-    """What is faulted in and pinned, of how much, and the seconds it took."""
+    """What is faulted in and pinned, of how much, the seconds it took, and those for faulting in."""
 
     done_bytes: int
     total_bytes: int
     seconds: float
+    fault_seconds: float
 
     def __str__(self) -> str:
         rate = self.done_bytes / GIB / max(self.seconds, 1e-9)
@@ -145,8 +147,11 @@ class HostMemory:
             mapping.madvise(mmap.MADV_DONTFORK)
         address = self._flat.data_ptr()
         began = time.perf_counter()
-        for start, end in zip(self.bounds, self.bounds[1:], strict=False):
+        fault_seconds = 0.0
+        for start, end in pairwise(self.bounds):
+            chunk_began = time.perf_counter()
             populate(mapping, address, start, end, shared)
+            fault_seconds += time.perf_counter() - chunk_began
             error = _register(address + start, end - start)
             if error:
                 raise RuntimeError(
@@ -154,7 +159,7 @@ class HostMemory:
                     "memory or ask for fewer pages"
                 )
             self.registered.append(address + start)
-            progress = Progress(end, self.num_bytes, time.perf_counter() - began)
+            progress = Progress(end, self.num_bytes, time.perf_counter() - began, fault_seconds)
             logger.info("host memory pinned: %s", progress)
             if on_progress:
                 on_progress(progress)

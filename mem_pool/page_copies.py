@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -40,20 +40,24 @@ class PageCopies:
         self.host = host
         self.device = device
         self.runtime = cuda_runtime.load() if device.buffer.is_cuda else None
-        usable = list(self._usable())
+        usable = self.usable(host, device)
         if method is not None and method not in usable:
             raise ValueError(f"method is {method!r}, the limit is one of {usable}: use None")
         self.method = method or usable[0]
+        self.overlap = False
 
-    def _usable(self) -> Iterator[Method]:
-        if self.runtime is not None and self.host.pinned:
-            one_registration = len(self.host.bounds) == 2
-            widest = max(self.host.buffer.stride(0), self.device.buffer.stride(0))
-            if one_registration and widest <= cuda_runtime.MAX_PITCH:
-                yield "strided"
-            if self.runtime.has_batch:
-                yield "batch"
-        yield "plain"
+    @staticmethod
+    def usable(host: HostPool, device: DevicePool) -> list[Method]:
+        """The methods that work for these pools."""
+        methods: list[Method] = []
+        runtime = cuda_runtime.load() if device.buffer.is_cuda else None
+        if runtime is not None and host.pinned:
+            widest = max(host.buffer.stride(0), device.buffer.stride(0))
+            if len(host.bounds) == 2 and widest <= cuda_runtime.MAX_PITCH:
+                methods.append("strided")
+            if runtime.has_batch:
+                methods.append("batch")
+        return [*methods, "plain"]
 
     def copy(self, runs: Sequence[Run], to_host: bool) -> None:
         """Copy the pages of `runs`, device to host or host to device."""
@@ -84,7 +88,7 @@ class PageCopies:
         ours, theirs, sizes = pieces(runs, host, device, self.host.bounds)
         ours, theirs = ours + host.data_ptr(), theirs + device.data_ptr()
         target, source = (ours, theirs) if to_host else (theirs, ours)
-        self.runtime.copy_batch(target, source, sizes, stream)
+        self.runtime.copy_batch(target, source, sizes, stream, self.overlap)
 
     def _plain(self, runs: Sequence[Run], to_host: bool) -> None:
         host, device = self.host.buffer.view(-1), self.device.buffer.view(-1)

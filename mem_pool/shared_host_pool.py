@@ -10,7 +10,9 @@ import mmap
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +68,7 @@ class SharedHostPool(HostPool):
         self.is_writer = handle is None
         self.num_recorded = 0
         self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._events: list[torch.cuda.Event] = []
+        self._events: Sequence[Any] = []
         self._handle = handle
         self._fd: int | None = None
 
@@ -186,7 +188,7 @@ class SharedHostPool(HostPool):
     def close(self) -> None:
         """As of ``HostPool``. Readers that are attached keep the memory; nobody can attach any more."""
         self._pending.clear()
-        self._events.clear()
+        self._events = []
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

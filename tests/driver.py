@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from hisparse_sgl.config import HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
 from hisparse_sgl.pool import HiSparsePool
 from hisparse_sgl.requests import Deferred, Request
+from hisparse_sgl.transfers import Transfers
 
 PAGE_SIZE = 4
 CONTEXT_LEN = 48
@@ -51,21 +54,30 @@ class Driver:
 
     ``act`` does one action of ``ACTIONS``, whose choices are a function of ``seed``, and then checks
     everything. With ``structure`` False the pool's own invariants are not asked: bytes and answers alone
-    must then show a fault.
+    must then show a fault. ``eager`` overrides the drawn ``eager_host_mirror``.
     """
 
-    def __init__(self, seed: int, structure: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        structure: bool = True,
+        device: str = "cpu",
+        transfer_class: type[Transfers] = LateTransfers,
+        eager: bool | None = None,
+    ) -> None:
         rng = Random(seed)
         self.config = random_config(rng)
+        if device != "cpu":
+            self.config = replace(self.config, kernels="auto")
+        if eager is not None:
+            self.config = replace(self.config, eager_host_mirror=eager)
         self.structure = structure
         layout = KVLayout.single(NUM_LAYERS, (ROW_BYTES,), PAGE_SIZE, GROUPS, INDEX_ROW_BYTES)
-        self.pool = HiSparsePool(layout, self.config, transfer_class=LateTransfers)
-        assert isinstance(self.pool.transfers, LateTransfers)
-        self.transfers = self.pool.transfers
+        self.pool = HiSparsePool(layout, self.config, device, transfer_class)
+        self.transfers: Any = self.pool.transfers
         self.coordinator = self.pool.coordinator
         self.oracle = Oracle(NUM_LAYERS, self.config.host_pages * PAGE_SIZE, PAGE_SIZE)
         self.host = self.pool.host_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
-        self.device = self.pool.device_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
         self.families = [[rng.randrange(3) for _ in range(CONTEXT_LEN)] for _ in range(2)]
         sizes = Sizes.of(self.config, PAGE_SIZE)
         self.longest_chunk = min(9, PAGE_SIZE * (self.config.device_pages - 3 - sizes.hot_pages))
@@ -73,6 +85,12 @@ class Driver:
         self.retracted: list[Record] = []
         self.num_rids = 0
         self.seen: Counter[str] = Counter()
+
+    @property
+    def device(self) -> np.ndarray:
+        """int64 [layers, device rows, 2], as the current stream sees the device pool."""
+        rows = self.pool.device_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64)
+        return rows.cpu().numpy()
 
     def act(self, action: str, seed: int) -> None:
         """One action and all checks."""
@@ -215,7 +233,7 @@ class Driver:
             self.check()
 
     def close(self) -> None:
-        del self.host, self.device
+        del self.host
         self.pool.close()
 
     def check(self) -> None:
@@ -231,10 +249,11 @@ class Driver:
             assert numbers in shareable, f"page {page} of rows {numbers} is shared and must not be"
             rows = self.host[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
             self.oracle.compare(f"host page {page} in the tree", rows, np.array(numbers))
+        device = self.device
         for record in self.running.values():
-            self._check_record(record)
+            self._check_record(record, device)
 
-    def _check_record(self, record: Record) -> None:
+    def _check_record(self, record: Record, device: np.ndarray) -> None:
         request = self._request(record.rid)
         assert request.num_tokens == record.num_tokens, (request.num_tokens, record)
         if not record.writes:
@@ -244,12 +263,12 @@ class Driver:
         resident = np.array(self.coordinator.leases.resident_page)[pages]
         on_device = resident > 0
         rows = resident[on_device] * PAGE_SIZE + slots[on_device] % PAGE_SIZE
-        self.oracle.compare(f"{record.rid} on the device", self.device[:, rows], numbers[on_device])
+        self.oracle.compare(f"{record.rid} on the device", device[:, rows], numbers[on_device])
         on_host = np.array([self.coordinator.pages.is_durable(page) for page in pages.tolist()])
         self.oracle.compare(f"{record.rid} on the host", self.host[:, slots[on_host]], numbers[on_host])
         assert (on_device | on_host).all(), f"{record.rid} has lost rows"
         for group in GROUPS:
-            keys = self.pool.index_rows(group.leader).view(torch.int64).numpy()[slots, 0]
+            keys = self.pool.index_rows(group.leader).view(torch.int64).cpu().numpy()[slots, 0]
             assert np.array_equal(keys, numbers), f"indexer rows of {record.rid}: {keys}, not {numbers}"
 
     def _grow(self, record: Record, query_rows: int, rng: Random) -> None:
@@ -285,7 +304,9 @@ class Driver:
 
     def _forward(self, batch: list[Record], query_rows: int, rng: Random) -> None:
         slots = torch.tensor(
-            [slot for record in batch for slot in record.unwritten] + [0, 3], dtype=torch.int32
+            [slot for record in batch for slot in record.unwritten] + [0, 3],
+            dtype=torch.int32,
+            device=self.pool.device,
         )
         numbers = [self.oracle.write(record, record.unwritten) for record in batch]
         for record in batch:
@@ -296,9 +317,9 @@ class Driver:
             positions = self._positions(batch, query_rows, rng)
             rows = torch.empty(0)
             for layer in group.layers:
-                self.pool.write(layer, slots, torch.from_numpy(self.oracle.rows(data, layer)))
+                self.pool.write(layer, slots, self._on_device(self.oracle.rows(data, layer)))
                 if layer == group.leader:
-                    self.pool.write_index(layer, slots, torch.from_numpy(data)[:, None])
+                    self.pool.write_index(layer, slots, self._on_device(data)[:, None])
                     rows = self.pool.swap_in(layer, positions).clone()
                     picked.append((group, positions, rows))
                 self.pool.rows(layer)
@@ -309,6 +330,9 @@ class Driver:
         for record in batch:
             self._check_prefill(record)
 
+    def _on_device(self, data: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(data).to(self.pool.device)
+
     def _positions(self, batch: list[Record], query_rows: int, rng: Random) -> torch.Tensor:
         width = rng.randint(1, self.config.top_k)
         picked = []
@@ -317,17 +341,17 @@ class Driver:
                 many = range(record.num_tokens)
                 row = [rng.choice(many) if rng.random() < 0.9 else many[-1] for _ in range(width)]
                 picked.append([p if rng.random() < 0.9 else -1 for p in row])
-        return torch.tensor(picked, dtype=torch.int32)
+        return torch.tensor(picked, dtype=torch.int32, device=self.pool.device)
 
     def _check_rows(
         self, batch: list[Record], query_rows: int, positions: torch.Tensor, rows: torch.Tensor, layer: int
     ) -> None:
-        wanted, given = positions.numpy(), rows.numpy()
+        wanted, given, device = positions.cpu().numpy(), rows.cpu().numpy(), self.device
         assert ((given < 0) == (wanted < 0)).all(), f"positions {wanted.tolist()} got rows {given.tolist()}"
         for index, record in enumerate(batch):
             part = slice(index * query_rows, (index + 1) * query_rows)
             asked = wanted[part][wanted[part] >= 0]
-            found = self.device[layer, given[part][wanted[part] >= 0]]
+            found = device[layer, given[part][wanted[part] >= 0]]
             self.oracle.compare_layer(
                 f"{record.rid} reads {asked}", found, np.array(record.writes)[asked], layer
             )
@@ -336,7 +360,7 @@ class Driver:
         """What a prefill kernel reads through ``translate``."""
         request = self._request(record.rid)
         slots = self._slots(request)
-        rows = self.pool.translate(torch.from_numpy(slots).int()).numpy()
+        rows = self.pool.translate(self._on_device(slots).int()).cpu().numpy()
         assert request.hot_pages or (rows >= 0).all(), f"{record.rid} is resident and misses rows {rows}"
         numbers = np.array(record.writes)
         self.oracle.compare(f"prefill of {record.rid}", self.device[:, rows[rows >= 0]], numbers[rows >= 0])

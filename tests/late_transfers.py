@@ -102,6 +102,8 @@ class LateTransfers(Transfers):
         if not copy.has_run:
             copy.run()
             copy.has_run = True
+            if self.where.type == "cuda":
+                torch.cuda.synchronize()
 
 
 def _fill(buffer: torch.Tensor, pages: list[int]) -> None:

@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 
+from hisparse_sgl.config import HiSparseConfig
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
 from hisparse_sgl.mem_pool.shared_host_pool import SharedHandle, SharedHostPool
+from hisparse_sgl.pool import HiSparsePool
+from hisparse_sgl.requests import Deferred
+from hisparse_sgl.transfers import Transfers
 
 LAYOUT = KVLayout.single(2, (656,), 64, (IndexGroup(0, (1,)),), 132)
+CONTEXT_LEN = 64
 
 
 class Rank:
     """The other end of ``Process``: what a test can call there."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer: Connection | None) -> None:
+        self.peer = peer
         self.pool: SharedHostPool | None = None
         self.device: torch.Tensor | None = None
 
@@ -26,8 +32,8 @@ class Rank:
         assert self.pool is not None
         return self.pool
 
-    def create(self, num_pages: int, pinned: bool) -> SharedHandle:
-        self.pool = SharedHostPool.create(LAYOUT, num_pages, pinned)
+    def create(self, num_pages: int, pinned: bool, layout: KVLayout = LAYOUT) -> SharedHandle:
+        self.pool = SharedHostPool.create(layout, num_pages, pinned)
         return self.pool.handle
 
     def attach(self, handle: SharedHandle) -> None:
@@ -67,23 +73,94 @@ class Rank:
         stream.synchronize()
         return over, torch.stack(rows).unique().tolist()
 
+    def agree(self, counts: tuple[int, int]) -> tuple[int, int]:
+        """The least of both ranks, as a MIN all-reduce gives it."""
+        assert self.peer is not None
+        self.peer.send(counts)
+        assert self.peer.poll(30), "the other rank takes no part"
+        to_host, to_device = self.peer.recv()
+        return min(counts[0], to_host), min(counts[1], to_device)
+
+    def serve_context(self, device: str) -> tuple[int, int]:
+        """Decode one context in a pool whose device pages hold a part of it; check every row that is read.
+
+        Bytes copied to the host, and bytes swapped in from there.
+        """
+        agree = self.agree
+
+        class Agreed(Transfers):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, agree=agree)
+
+        layout = self.opened.layout
+        config = HiSparseConfig(
+            top_k=4,
+            context_len=CONTEXT_LEN,
+            host_pages=30,
+            device_pages=10,
+            max_requests=2,
+            kernels="auto" if device == "cuda" else "reference",
+            poison=True,
+        )
+        with HiSparsePool(layout, config, device, Agreed, self.opened) as pool:
+            generator = torch.Generator().manual_seed(0)
+            shape = (layout.host_group.num_layers, CONTEXT_LEN, layout.host_group.row.row_bytes)
+            rows = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
+            pool.admit("r", list(range(8)))
+            for start in range(0, CONTEXT_LEN - 4, 2):
+                if start >= 8:
+                    pool.append_tokens("r", [start, start + 1])
+                positions = torch.randperm(start + 2, generator=generator)[:4].int()[None].to(device)
+                decode(pool, rows, start, positions)
+                pool.check_integrity()
+                assert pool.audit() == 0
+            while pool.wait():
+                pass
+            return pool.counters.device_to_host_bytes, pool.counters.swapped_in_bytes
+
     def close(self) -> None:
         self.opened.close()
 
 
-class Process:
-    """Starts a ``Rank``; ``call`` runs one of its methods there and returns or raises what it does."""
+def decode(pool: HiSparsePool, rows: torch.Tensor, start: int, positions: torch.Tensor) -> None:
+    """One step of two tokens; the rows that attention would read must be the ones written."""
+    slots = pool.extend("r", 2)
+    while isinstance(slots, Deferred):
+        assert pool.wait(), slots
+        slots = pool.extend("r", 2)
+    pool.begin_step(["r"])
+    for layer in range(rows.shape[0]):
+        pool.write(layer, slots, rows[layer, start : start + 2])
+    for group in pool.layout.host_group.index_groups:
+        where = pool.swap_in(group.leader, positions)
+        for layer in group.layers:
+            found = pool.rows(layer)[where[0].long()]
+            assert torch.equal(found, rows[layer, positions[0].long()]), f"position {start}, layer {layer}"
+    pool.step_done()
 
-    def __init__(self) -> None:
+
+class Process:
+    """Starts a ``Rank``; ``call`` runs one of its methods there and returns or raises what it does.
+
+    ``peer`` is a pipe to another rank.
+    """
+
+    def __init__(self, peer: Connection | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, peer), daemon=True)
         self.process.start()
         theirs.close()
 
     def call(self, name: str, *args: Any) -> Any:
+        self.send(name, *args)
+        return self.receive()
+
+    def send(self, name: str, *args: Any) -> None:
         self.connection.send((name, args))
-        assert self.connection.poll(60), f"{name} does not answer"
+
+    def receive(self) -> Any:
+        assert self.connection.poll(60), "no answer"
         ok, result = self.connection.recv()
         if not ok:
             raise result
@@ -102,9 +179,9 @@ class Process:
         self.connection.close()
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, peer: Connection | None) -> None:
     torch.set_num_threads(1)
-    rank = Rank()
+    rank = Rank(peer)
     while True:
         try:
             name, args = connection.recv()

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -162,7 +163,7 @@ def test_bounds_split_no_page(page_bytes: int, pages: int) -> None:
     for chunk in (unit, unit + 1, 3 * unit - 1, 5 * unit, 1 << 60):
         bounds = chunk_bounds(pages * page_bytes, page_bytes, chunk)
         assert bounds[0] == 0 and bounds[-1] == pages * page_bytes
-        assert all(0 < end - start <= chunk for start, end in zip(bounds, bounds[1:], strict=False))
+        assert all(0 < end - start <= chunk for start, end in pairwise(bounds))
         assert all(bound % page_bytes == 0 and bound % PAGESIZE == 0 for bound in bounds[:-1])
     with pytest.raises(ValueError, match=f"chunk_bytes is {unit - 1}, the limit is >= {unit}"):
         chunk_bounds(pages * page_bytes, page_bytes, unit - 1)
@@ -249,7 +250,7 @@ def test_chunks_on_a_gpu() -> None:
     with HostPool(LAYOUT, 400, chunk_bytes=1 << 20) as pool:
         assert len(pool.bounds) > 30
         on_device = torch.randint(0, 256, pool.buffer.shape, dtype=torch.uint8, device="cuda")
-        for start, end in zip(pool.bounds, pool.bounds[1:], strict=False):
+        for start, end in pairwise(pool.bounds):
             part = pool.buffer.view(-1)[start:end]
             assert part.is_pinned()
             part.copy_(on_device.view(-1)[start:end], non_blocking=True)

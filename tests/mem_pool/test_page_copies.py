@@ -45,7 +45,9 @@ class FakeRuntime:
         for i in range(height):
             ctypes.memmove(target + i * target_stride, source + i * source_stride, width)
 
-    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
+    def copy_batch(
+        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, overlap: bool
+    ) -> None:
         self.calls += 1
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
@@ -156,7 +158,7 @@ def test_on_a_gpu(method: Method, row: RowFormat, chunk_pages: int) -> None:
     chunk = max(chunk_pages * row.page_bytes, np.lcm(row.page_bytes, 4096).item())
     with HostPool(layout, HOST_PAGES, chunk_bytes=chunk) as host:
         device = DevicePool(layout, DEVICE_PAGES, HOST_PAGES, "cuda")
-        if method not in list(PageCopies(host, device)._usable()):
+        if method not in PageCopies.usable(host, device):
             assert method == "strided" and len(host.bounds) > 2
             return
         copies = PageCopies(host, device, method)

@@ -58,7 +58,7 @@ def test_a_reader_waits_no_longer_than_it_is_told() -> None:
     with (
         SharedHostPool.create(LAYOUT, 2, False) as writer,
         SharedHostPool.attach(writer.handle) as reader,
-        pytest.raises(TimeoutError, match="record 1 .* the last is 0"),
+        pytest.raises(TimeoutError, match=r"record 1 .* the last is 0"),
     ):
         reader.synchronize(1, timeout=0.05)
 
