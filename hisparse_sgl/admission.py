@@ -30,6 +30,7 @@ class AdmissionControl:
         self.tree = tree
         self.pages = pages
         self.residency = residency
+        self.step_pages = self._num_pages(config.query_rows)
 
     def check_prompt(self, prompt_tokens: int) -> None:
         """Raise ``ValueError`` for a prompt that this pool can never hold."""
@@ -52,14 +53,8 @@ class AdmissionControl:
         new = self._num_pages(prompt_tokens) - len(match.pages)
         if not self.make_host_room(new):
             return "host pages"
-        needed, pinned = new, match.pages
-        if self.is_hot(prompt_tokens):
-            pinned = match.pages[-ACTIVE_TAIL_PAGES:]
-            needed = ACTIVE_TAIL_PAGES + 1 - len(pinned)  # a tail, and the page that moves it on
-        # Room for a hot region, its own or that of another, and a page for each request keeps all going.
-        needed += self.sizes.hot_pages + len(requests)
         while True:  # giving hot regions can unpin or reuse pages of this very prefix
-            target = needed + self.residency.cost(pinned)
+            target = self._device_pages(match, prompt_tokens, requests)
             if self.residency.available >= target:
                 return None
             if not self.residency.relieve(target, requests.values()):
@@ -74,6 +69,26 @@ class AdmissionControl:
         while 0 < missing() <= self.tree.num_evictable:
             self.pages.free(self.tree.evict(missing()))
         return missing() <= 0
+
+    def _device_pages(self, match: Match, prompt_tokens: int, requests: Mapping[str, Request]) -> int:
+        """Device pages that must be available: besides its own, room for the others to go on.
+
+        That is a step of each, and the next hot region. Whoever waits for one when a large prompt takes its
+        own would have to wait until that has ended.
+        """
+        room = self.step_pages * len(requests) + self.sizes.hot_pages
+        if not self.is_hot(prompt_tokens):
+            new = self._num_pages(prompt_tokens) - len(match.pages)
+            return new + self.residency.cost(match.pages) + room
+        tail = match.pages[-ACTIVE_TAIL_PAGES:]
+        if any(map(self._outgrows, requests.values())):
+            room += self.sizes.hot_pages
+        return ACTIVE_TAIL_PAGES + self.step_pages - len(tail) + self.residency.cost(tail) + room
+
+    def _outgrows(self, request: Request) -> bool:
+        """The request cannot take a step more without a hot region."""
+        most = self.sizes.hot_pages + ACTIVE_TAIL_PAGES
+        return not request.hot_pages and len(request.pages) + request.promised + self.step_pages > most
 
     def _over_window(self, prompt_tokens: int, requests: Mapping[str, Request]) -> bool:
         window = self.config.admission_window

@@ -12,10 +12,19 @@ from hisparse_sgl.requests import Admission, Deferred
 ROW_BYTES = 16
 
 
-def make_pool(device_pages: int = 9, host_pages: int = 40) -> HiSparsePool:
-    layout = KVLayout.single(1, (ROW_BYTES,), 4, (IndexGroup(0),), 0)
+def make_pool(
+    device_pages: int = 9, host_pages: int = 40, page_size: int = 4, query_rows: int = 1
+) -> HiSparsePool:
+    layout = KVLayout.single(1, (ROW_BYTES,), page_size, (IndexGroup(0),), 0)
     config = HiSparseConfig(
-        top_k=4, context_len=64, host_pages=host_pages, device_pages=device_pages, max_requests=2, poison=True
+        top_k=4,
+        context_len=64,
+        host_pages=host_pages,
+        device_pages=device_pages,
+        query_rows=query_rows,
+        max_requests=2,
+        kernels="reference",
+        poison=True,
     )
     return HiSparsePool(layout, config)
 
@@ -88,3 +97,24 @@ def test_a_retracted_request_that_outgrew_the_device_comes_back() -> None:
             if position >= 40:
                 pool.append_tokens("r", [position])
             step(pool, "r", 1, position)
+
+
+def test_a_large_prompt_leaves_room_for_the_hot_region_of_another() -> None:
+    with make_pool(device_pages=15) as pool:
+        pool.admit("resident", list(range(32)))
+        step(pool, "resident", 24, 0)
+        assert pool.admit("large", [7] * 51) == Deferred("device pages")
+        step(pool, "resident", 8, 24)
+        for position in range(32, 40):
+            step(pool, "resident", 1, position)
+
+
+def test_several_pages_a_step_are_left_to_a_running_request() -> None:
+    with make_pool(device_pages=52, host_pages=120, page_size=1, query_rows=3) as pool:
+        pool.admit("resident", list(range(20)))
+        step(pool, "resident", 20, 0)
+        assert pool.admit("large", [7] * 40) == Deferred("device pages")
+        for position in range(20, 38, 3):
+            step(pool, "resident", 3, position)
+        pool.finish("resident")
+        assert pool.admit("large", [7] * 40) == Admission(0, 0, hot=True)
