@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from benchmarks import memory, report, timing
-from hisparse_sgl.mem_pool.host_memory import Progress
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.shared_host_pool import SharedHostPool
 
@@ -19,17 +18,13 @@ SAMPLE_BYTES = 256 << 20
 
 
 def measure(gib: float, shared: bool, device: torch.device) -> dict[str, Any]:
-    """Seconds to set up and to close a pool of ``gib`` GiB, the rate of the set-up, and of plain copies.
-
-    ``fault_seconds``: the part of the set-up that brings the memory in; the rest pins it.
-    """
+    """Seconds to set up and to close a pool of ``gib`` GiB, the rate of the set-up, and of plain copies."""
     layout = memory.layout_of((656,))
     num_pages = memory.pages_in(layout, gib)
     grown = memory.grow_memory(layout.host_bytes(num_pages) + memory.CHUNK) if gib >= 1 else 0.0
-    seen = [Progress(0, 0, 0.0, 0.0)]
     began = time.perf_counter()
     make = SharedHostPool.create if shared else HostPool
-    pool = make(layout, num_pages, on_progress=seen.append)
+    pool = make(layout, num_pages)
     seconds = time.perf_counter() - began
     sample = pool.buffer.view(-1)[:SAMPLE_BYTES]
     other = torch.empty_like(sample, device=device).random_(0, 256)
@@ -42,7 +37,6 @@ def measure(gib: float, shared: bool, device: torch.device) -> dict[str, Any]:
         "gib": gib,
         "growth_seconds": round(grown, 3),
         "seconds": round(seconds, 3),
-        "fault_seconds": round(seen[-1].fault_seconds, 3),
         "gib_per_second": round(pool.num_bytes / 2**30 / seconds, 2),
         "close_seconds": round(time.perf_counter() - began, 3),
         "to_host_gbps": round(rates[0], 2),
@@ -74,7 +68,6 @@ def main() -> int:
         "GiB",
         "growth s",
         "set-up s",
-        "faulting s",
         "GiB/s",
         "close s",
         "to host GB/s",

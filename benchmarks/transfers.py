@@ -83,13 +83,8 @@ class Bench:
 
     def ways(self) -> dict[str, PageCopies]:
         """Every way to copy pages that works here, by name."""
-        ways = {}
-        for method in PageCopies.usable(self.host, self.device):
-            ways[method] = PageCopies(self.host, self.device, method)
-            if method == "batch":
-                ways["batch, overlap"] = PageCopies(self.host, self.device, method)
-                ways["batch, overlap"].overlap = True
-        return ways
+        methods = PageCopies.usable(self.host, self.device)
+        return {method: PageCopies(self.host, self.device, method) for method in methods}
 
     def check_pages(self, copies: list[PageCopy]) -> None:
         """Raise RuntimeError unless spilled pages come back as they were."""

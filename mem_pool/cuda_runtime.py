@@ -13,7 +13,6 @@ MAX_PITCH = 2**31 - 1
 
 _TO_HOST, _TO_DEVICE = 2, 1  # cudaMemcpyKind
 _IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
-_OVERLAP = 1  # cudaMemcpyFlagPreferOverlapWithCompute
 
 
 class _Attributes(ctypes.Structure):
@@ -71,14 +70,12 @@ class CudaRuntime:
         )
         self._check("cudaMemcpy2DAsync", code)
 
-    def copy_batch(
-        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, overlap: bool = False
-    ) -> None:
+    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         """Copy `sizes[i]` bytes from `sources[i]` to `targets[i]`, in any order; all int64 [n], n > 0.
 
-        `stream` is not the default stream. `overlap` asks for copy engines that leave the SMs alone.
+        `stream` is not the default stream.
         """
-        attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_OVERLAP if overlap else 0)
+        attributes = _Attributes(order=_IN_STREAM_ORDER)
         first = ctypes.c_size_t(0)
         arrays = [np.ascontiguousarray(array, dtype=np.int64) for array in (targets, sources, sizes)]
         arguments = [

@@ -6,7 +6,9 @@ import logging
 import math
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,9 +20,9 @@ from hisparse_sgl.mem_pool.prefault import advise_huge_pages, populate
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 << 30
-"""Bytes of one registration. One of the whole pool would show no progress, and drivers have a limit to it:
-LMCache's issue 5177 met 512 GiB."""
+CHUNK_BYTES = 8 << 30
+"""Bytes of one registration: small enough that faulting in the next hides behind it, and far below the limit
+of a driver (LMCache's issue 5177 met one of 512 GiB)."""
 GIB = 1 << 30
 
 # An mmap object unmaps when it dies; memory that the driver could not let go of must outlive the pool.
@@ -28,12 +30,11 @@ _left_to_kernel: list[mmap.mmap] = []
 
 
 class Progress(NamedTuple):
-    """What is faulted in and pinned, of how much, the seconds it took, and those for faulting in."""
+    """What is faulted in and pinned, of how much, and the seconds it took."""
 
     done_bytes: int
     total_bytes: int
     seconds: float
-    fault_seconds: float
 
     def __str__(self) -> str:
         rate = self.done_bytes / GIB / max(self.seconds, 1e-9)
@@ -145,24 +146,27 @@ class HostMemory:
         if not shared:
             # A fork would copy every pinned page, or let the driver write where this process does not read.
             mapping.madvise(mmap.MADV_DONTFORK)
-        address = self._flat.data_ptr()
+        address, chunks = self._flat.data_ptr(), deque(pairwise(self.bounds))
         began = time.perf_counter()
-        fault_seconds = 0.0
-        for start, end in pairwise(self.bounds):
-            chunk_began = time.perf_counter()
-            populate(mapping, address, start, end, shared)
-            fault_seconds += time.perf_counter() - chunk_began
-            error = _register(address + start, end - start)
-            if error:
-                raise RuntimeError(
-                    f"{self.num_bytes} bytes could not be pinned, {error}: raise the ulimit on locked "
-                    "memory or ask for fewer pages"
-                )
-            self.registered.append(address + start)
-            progress = Progress(end, self.num_bytes, time.perf_counter() - began, fault_seconds)
-            logger.info("host memory pinned: %s", progress)
-            if on_progress:
-                on_progress(progress)
+        # The driver pins on one thread: meanwhile the next chunk is faulted in.
+        with ThreadPoolExecutor(1) as executor:
+            ready = executor.submit(populate, mapping, address, *chunks[0], shared)
+            while chunks:
+                ready.result()
+                start, end = chunks.popleft()
+                if chunks:
+                    ready = executor.submit(populate, mapping, address, *chunks[0], shared)
+                error = _register(address + start, end - start)
+                if error:
+                    raise RuntimeError(
+                        f"{self.num_bytes} bytes could not be pinned, {error}: raise the ulimit on locked "
+                        "memory or ask for fewer pages"
+                    )
+                self.registered.append(address + start)
+                progress = Progress(end, self.num_bytes, time.perf_counter() - began)
+                logger.info("host memory pinned: %s", progress)
+                if on_progress:
+                    on_progress(progress)
 
 
 def _register(address: int, num_bytes: int) -> str | None:

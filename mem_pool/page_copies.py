@@ -12,7 +12,7 @@ from hisparse_sgl.mem_pool import cuda_runtime
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 
-Method = Literal["strided", "batch", "plain"]
+Method = Literal["batch", "strided", "plain"]
 
 
 class Run(NamedTuple):
@@ -28,9 +28,9 @@ class PageCopies:
 
     Args:
         host, device: read at each copy, so that closing them ends all use of their memory.
-        method: "strided", a call a run (cudaMemcpy2DAsync over the layers); "batch", one call for all runs
-            (cudaMemcpyBatchAsync); "plain", torch copies, a call a run and layer. None takes the first that
-            works here.
+        method: "batch", one call for all runs (cudaMemcpyBatchAsync of CUDA 12.8); "strided", a call a run
+            (cudaMemcpy2DAsync over the layers, of less than 2 GiB each in one registration); "plain", torch
+            copies, a call a run and layer. None takes the first that works here.
 
     Raises:
         ValueError: `method` does not work here.
@@ -44,7 +44,6 @@ class PageCopies:
         if method is not None and method not in usable:
             raise ValueError(f"method is {method!r}, the limit is one of {usable}: use None")
         self.method = method or usable[0]
-        self.overlap = False
 
     @staticmethod
     def usable(host: HostPool, device: DevicePool) -> list[Method]:
@@ -53,20 +52,20 @@ class PageCopies:
         runtime = cuda_runtime.load() if device.buffer.is_cuda else None
         if runtime is not None and host.pinned:
             widest = max(host.buffer.stride(0), device.buffer.stride(0))
-            if len(host.bounds) == 2 and widest <= cuda_runtime.MAX_PITCH:
-                methods.append("strided")
             if runtime.has_batch:
                 methods.append("batch")
+            if len(host.bounds) == 2 and widest <= cuda_runtime.MAX_PITCH:
+                methods.append("strided")
         return [*methods, "plain"]
 
     def copy(self, runs: Sequence[Run], to_host: bool) -> None:
         """Copy the pages of `runs`, device to host or host to device."""
         if not runs:
             return
-        if self.method == "strided":
-            self._strided(runs, to_host)
-        elif self.method == "batch":
+        if self.method == "batch":
             self._batch(runs, to_host)
+        elif self.method == "strided":
+            self._strided(runs, to_host)
         else:
             self._plain(runs, to_host)
 
@@ -88,7 +87,7 @@ class PageCopies:
         ours, theirs, sizes = pieces(runs, host, device, self.host.bounds)
         ours, theirs = ours + host.data_ptr(), theirs + device.data_ptr()
         target, source = (ours, theirs) if to_host else (theirs, ours)
-        self.runtime.copy_batch(target, source, sizes, stream, self.overlap)
+        self.runtime.copy_batch(target, source, sizes, stream)
 
     def _plain(self, runs: Sequence[Run], to_host: bool) -> None:
         host, device = self.host.buffer.view(-1), self.device.buffer.view(-1)

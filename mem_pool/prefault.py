@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 
 THREADS = 16
 HUGE_PAGE = 2 << 20
+CALL_BYTES = 64 << 20
 SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 
@@ -50,14 +52,24 @@ def populate(mapping: mmap.mmap, address: int, start: int, end: int, shared: boo
     threads = min(THREADS, os.cpu_count() or 1)
     step = -(-(end - start) // threads)
     step = -(-step // HUGE_PAGE) * HUGE_PAGE
+    starts = range(start, end, step)
+    all_there = threading.Barrier(len(starts))
 
     def part(first: int) -> None:
+        # A call holds the lock of the address space, for which a thread that starts has to wait.
+        all_there.wait()
         last = min(first + step, end)
-        if not _populate_write(address + first, last - first):
-            _touch(mapping, first, last, shared)
+        for at in range(first, last, CALL_BYTES):
+            if not _populate_write(address + at, min(CALL_BYTES, last - at)):
+                _touch(mapping, at, last, shared)
+                return
 
-    with ThreadPoolExecutor(threads) as executor:
-        list(executor.map(part, range(start, end, step)))
+    with ThreadPoolExecutor(len(starts)) as executor:
+        try:
+            list(executor.map(part, starts))
+        except BaseException:
+            all_there.abort()  # a thread that did not start would be waited for
+            raise
 
 
 def _populate_write(address: int, num_bytes: int) -> bool:

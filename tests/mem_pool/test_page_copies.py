@@ -45,9 +45,7 @@ class FakeRuntime:
         for i in range(height):
             ctypes.memmove(target + i * target_stride, source + i * source_stride, width)
 
-    def copy_batch(
-        self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int, overlap: bool
-    ) -> None:
+    def copy_batch(self, targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray, stream: int) -> None:
         self.calls += 1
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             ctypes.memmove(target, source, size)
