@@ -1,0 +1,118 @@
+"""What a random driver cannot tell apart: choices that change who waits or is found, never the bytes."""
+
+from __future__ import annotations
+
+import torch
+from bench import PAGE, Bench, hot_request
+
+from hisparse_sgl.requests import Admission, Deferred
+
+
+def running(bench: Bench, rid: str, pages: int) -> None:
+    """A request that has computed a prompt of its own."""
+    assert isinstance(bench.pool.admit(rid, [ord(rid)] * pages * PAGE), Admission)
+    bench.forward(rid, pages * PAGE)
+
+
+def test_the_largest_context_is_given_a_hot_region_first() -> None:
+    bench = Bench()
+    for rid, pages in (("a", 5), ("b", 7), ("c", 6)):
+        running(bench, rid, pages)
+    requests = bench.coordinator.requests
+    assert bench.coordinator.residency.relieve(9, requests.values())
+    assert [rid for rid, request in requests.items() if request.hot_pages] == ["b"]
+
+
+def test_a_step_gives_a_hot_region_where_few_pages_are_free() -> None:
+    bench = Bench(device_pages=101, host_pages=120, max_requests=6)
+    for rid in "abcdef":
+        running(bench, rid, 15)
+    requests = bench.coordinator.requests
+    assert not any(request.hot_pages for request in requests.values())
+    bench.push_out()
+    hot = bench.coordinator.leases.lease_hot(1)  # nine pages are free, the watermark is ten
+    bench.pool.step_done()
+    assert [rid for rid, request in requests.items() if request.hot_pages] == ["a"]
+    bench.coordinator.leases.release_hot(hot)
+    bench.pool.check_integrity()
+
+
+def test_a_retraction_publishes_what_became_known_since_the_last_step() -> None:
+    bench = Bench()
+    bench.pool.admit("a", [1])
+    bench.forward("a", 3 * PAGE)
+    bench.pool.append_tokens("a", list(range(3 * PAGE - 1)))
+    bench.pool.retract("a")
+    again = bench.pool.admit("a", [1, *range(3 * PAGE - 1)])
+    assert again == Admission(cached_tokens=2 * PAGE, resident_tokens=2 * PAGE)
+
+
+def test_a_flush_empties_the_hot_regions() -> None:
+    bench = Bench()
+    hot_request(bench, "a", 12)
+    row = bench.coordinator.requests["a"].row
+    bench.pool.begin_step(["a"])
+    bench.pool.swap_in(0, torch.tensor([[3, 9]], dtype=torch.int32))
+    bench.pool.step_done()
+    assert int((bench.pool.runtime.hot.keys[0, row] >= 0).sum()) == 2
+    bench.pool.flush()
+    bench.pool.begin_step(["a"])
+    assert int((bench.pool.runtime.hot.keys[0, row] >= 0).sum()) == 0
+
+
+def test_the_page_table_forgets_pages_that_are_taken_back_and_requests_that_end() -> None:
+    bench = Bench()
+    for rid in "ab":
+        running(bench, rid, 1)
+        bench.forward(rid, 3 * PAGE)
+    bench.pool.rewind("a", 2 * PAGE)
+    bench.pool.finish("b")
+    assert bench.pool.audit() == 0  # brings the tables up to date
+    table = bench.pool.runtime.tables.page_table
+    assert table[0, :2].tolist() == bench.coordinator.requests["a"].pages
+    assert not table[0, 2:].any()
+    assert not table[1:].any()
+
+
+def test_the_admission_window_counts_prompts_until_they_are_computed() -> None:
+    bench = Bench(admission_window=20)
+    assert isinstance(bench.pool.admit("a", [1] * 24), Admission)  # one prompt is always let in
+    assert bench.pool.admit("b", [2] * 4) == Deferred("admission window")
+    bench.forward("a", 24)
+    assert isinstance(bench.pool.admit("b", [2] * 12), Admission)
+    assert bench.pool.admit("c", [3] * 9) == Deferred("admission window")
+    assert isinstance(bench.pool.admit("c", [3] * 8), Admission)
+
+
+def test_a_prompt_in_a_hot_region_takes_no_part_in_the_admission_window() -> None:
+    bench = Bench(admission_window=20, device_pages=12)
+    assert bench.pool.admit("a", [1] * 48) == Admission(0, 0, hot=True)
+    assert isinstance(bench.pool.admit("b", [2] * 12), Admission)
+
+
+def test_an_unpinned_page_of_the_prefix_counts_as_one_that_is_taken() -> None:
+    bench = Bench(device_pages=12)
+    bench.publish("a", [1] * 17)
+    running(bench, "b", 3)
+    assert bench.pool.admit("c", [1] * 28) == Deferred("device pages")
+    assert bench.pool.admit("c", [1] * 24) == Admission(cached_tokens=16, resident_tokens=16)
+
+
+def test_a_spill_moves_no_bytes_of_a_page_whose_rows_were_mirrored() -> None:
+    bench = Bench()
+    bench.pool.admit("a", [1])
+    for _ in range(PAGE):
+        bench.forward("a", 1)
+    assert bench.pool.counters.pages_spilled == 1
+    assert bench.pool.counters.device_to_host_bytes == PAGE * 16
+
+
+def test_a_context_that_would_gain_nothing_is_given_no_hot_region() -> None:
+    bench = Bench(top_k=12)  # hot regions of 6 pages
+    running(bench, "a", 8)
+    requests = bench.coordinator.requests
+    assert not bench.coordinator.residency.relieve(1000, requests.values())
+    assert not requests["a"].hot_pages
+    bench.forward("a", 1)
+    assert not bench.coordinator.residency.relieve(1000, requests.values())
+    assert requests["a"].hot_pages
