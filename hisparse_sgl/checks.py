@@ -34,7 +34,10 @@ def check_slots(slots: torch.Tensor, num_slots: int) -> None:
 
 def row_bytes(rows: torch.Tensor, num_slots: int, width: int) -> torch.Tensor:
     """``rows`` as uint8 [num_slots, width]; raises where it has another number of rows or bytes a row."""
-    data = rows.contiguous().view(torch.uint8) if rows.ndim == 2 else rows
+    data = rows
+    if rows.ndim == 2:  # flat first: a view to bytes needs a last stride of 1, and a width of 1 may have any
+        count, columns = rows.shape
+        data = rows.flatten().view(torch.uint8).view(count, columns * rows.dtype.itemsize)
     if data.shape != (num_slots, width):
         raise ValueError(
             f"rows has shape {tuple(rows.shape)} of {rows.dtype}, the limit is {num_slots} rows of {width} "

@@ -270,6 +270,11 @@ def test_rows_of_any_dtype_with_the_right_bytes(pool: HiSparsePool) -> None:
     assert pool.rows(0)[row].view(torch.bfloat16).tolist() == [1.0] * 8
 
 
+def test_rows_of_one_column_with_any_stride(pool: HiSparsePool) -> None:
+    column = torch.as_strided(torch.arange(1), (1, 1), (1, 0))
+    pool.write_index(0, pool.page_table(["r"])[0, 3:4] * 4, column)
+
+
 def test_index_rows_of_another_width(pool: HiSparsePool) -> None:
     words = ("rows has shape (1, 16)", "the limit is 1 rows of 8 bytes", "pass one whole row")
     check_refused(pool, lambda p: p.write_index(0, ints(8), zeros(1)), words)
