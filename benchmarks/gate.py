@@ -61,7 +61,7 @@ class Shadow:
             work.tables.resident_page.cpu(),
             work.tables.hot_pages[self.owners].cpu(),
         )
-        self.hot = HotState.empty(len(batch_rows), cell.hot_rows)
+        self.hot = HotState.empty(len(batch_rows), cell.hot_rows, cell.context)
         self.plan = CopyPlan.empty(len(queries) * cell.top_k, len(batch_rows))
         self.out_rows = torch.empty((len(queries), cell.top_k), dtype=torch.int32)
 

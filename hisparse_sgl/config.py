@@ -8,6 +8,7 @@ ACTIVE_TAIL_PAGES = 2
 """Pages at the end of a running request that are never unpinned (rule 4)."""
 
 MAX_HOT_ROWS = 32768
+MAX_CONTEXT = 1 << 20
 """Hot rows a request: the order is kept in int16."""
 
 KERNELS = ("auto", "triton", "reference", "interpreter")
@@ -57,6 +58,11 @@ class HiSparseConfig:
     def __post_init__(self) -> None:
         for field in ("top_k", "context_len", "query_rows", "max_requests"):
             _check_whole(field, getattr(self, field), 1)
+        if self.context_len > MAX_CONTEXT:
+            raise ValueError(
+                f"context_len is {self.context_len}, the limit is {MAX_CONTEXT} (one kernel program scans "
+                "a bit for each position): lower context_len"
+            )
         for field in ("max_spill_pages", "admission_window", "device_buffer_size"):
             if getattr(self, field) is not None:
                 _check_whole(field, getattr(self, field), 1)

@@ -47,8 +47,9 @@ class Runtime:
         requests, queries = config.max_requests, config.max_requests * config.query_rows
         count = len(self.groups)
         self.tables = Tables.empty(requests, sizes.context_pages, config.host_pages, sizes.hot_pages, where)
-        self.hot = HotState.empty(requests, sizes.hot_rows, where, groups=count)
-        self.scratch = Scratch.empty(requests, sizes.context_pages, sizes.page_size, sizes.hot_rows, where)
+        context = sizes.context_pages * sizes.page_size
+        self.hot = HotState.empty(requests, sizes.hot_rows, context, where, groups=count)
+        self.scratch = Scratch.empty(requests, context, sizes.hot_rows, where)
         self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(count)]
         self.rows = torch.full((count, queries, config.top_k), -1, dtype=torch.int32, device=where)
         self.stats = torch.zeros((count, len(STATS)), dtype=torch.int64, device=where)
@@ -82,7 +83,7 @@ class Runtime:
 
     def invalidate(self, request_rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Drop hot copies of slots that are rewritten in place; both int32 [n]."""
-        invalidate(self.hot.keys, self.hot.positions, request_rows, slots, backend=self.backend)
+        invalidate(self.hot.keys, request_rows, slots, backend=self.backend)
 
     def set_batch(self, request_rows: list[int], query_rows: int) -> None:
         """State rows of the requests of the next forward, in batch order."""

@@ -6,6 +6,7 @@ and compiled kernels cannot live in one process.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -34,9 +35,11 @@ INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "").lower() in (
 _interpreter_lock = threading.Lock()
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``; the plain function where Triton is not installed."""
-    return triton.jit(function) if HAS_TRITON else function
+def jit(function: Callable[..., Any], do_not_specialize: tuple[str, ...] = ()) -> Any:
+    """``triton.jit``; the plain function where Triton is not installed. Nothing is assumed of the values of
+    the arguments in ``do_not_specialize``."""
+    options: Any = {"do_not_specialize": list(do_not_specialize)}
+    return triton.jit(function, **options) if HAS_TRITON else function
 
 
 def choose(tensor: torch.Tensor, backend: str | None = None) -> Backend:
@@ -87,11 +90,30 @@ def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def copy_programs(device: torch.device, items: int) -> int:
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a kernel on ``device`` may be launched while the one before it runs, and wait for that one's
+    end itself, which hides the time of a launch (programmatic dependent launch)."""
+    if device.type != "cuda" or not HAS_TRITON or INTERPRETED or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9 and hasattr(
+        getattr(tl.extra, "cuda", None), "gdc_wait"
+    )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def idle_share(device: torch.device, batch: int) -> int:
+    """Programs that each of ``batch`` requests may have when each program takes a multiprocessor."""
+    return _processors(device) // batch if device.type == "cuda" else 2
+
+
+def copy_programs(device: torch.device, items: int, a_processor: int = 2) -> int:
     """Programs of a looping copy kernel: enough to cover PCIe latency, never more than there are items."""
-    if device.type != "cuda":
-        return max(1, min(items, 2))
-    return max(1, min(items, 2 * torch.cuda.get_device_properties(device).multi_processor_count))
+    return max(1, min(items, a_processor * _processors(device) if device.type == "cuda" else 2))
 
 
 def check_tensor(

@@ -1,12 +1,29 @@
 """Gather: copy the planned rows from the host pool to the device pool, one layer a call."""
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch
 
-from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
+from hisparse_sgl.kernels.backend import (
+    can_overlap,
+    check_tensor,
+    choose,
+    copy_programs,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+)
 from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
 from hisparse_sgl.kernels.state import CopyPlan
+
+# Programs a multiprocessor: short plans want many rows in flight, long ones then make the GPU's address
+# translation thrash (measured on an H200).
+PROGRAMS = 8
+FEW_PROGRAMS = 2
+LONG_PLAN = 8192
 
 
 @jit
@@ -19,25 +36,37 @@ def word_in_page(index, word, P: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.c
 def _gather_kernel(
     host,
     device,
-    slots,
-    rows,
+    entries,
     count,
     capacity,
     host_pages,
     device_pages,
     host_stride,
     device_stride,
+    long_plan,
+    few,
     P: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     entry = tl.program_id(0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.load(entries + tl.minimum(entry, capacity - 1))
     stop = tl.minimum(tl.load(count), capacity)
+    programs = tl.num_programs(0)
+    programs = tl.where(stop > long_plan, tl.minimum(programs, few), programs)
+    stop = tl.where(entry < programs, stop, 0)
     word = tl.arange(0, BLOCK)
     while entry < stop:
-        slot = tl.load(slots + entry).to(tl.int64)
-        row = tl.load(rows + entry).to(tl.int64)
+        slot = (pair << 32) >> 32
+        row = pair >> 32
+        entry += programs
+        # The next entry is read while this row is on its way.
+        pair = tl.load(entries + tl.minimum(entry, capacity - 1))
         readable = (slot >= 0) & (slot < host_pages * P)
         writable = (row >= 0) & (row < device_pages * P)
         slot = tl.where(readable, slot, 0)
@@ -54,14 +83,11 @@ def _gather_kernel(
             data,
             mask=word < tl.where(writable, FIRST + SECOND, 0),
         )
-        entry += tl.num_programs(0)
 
 
 def gather_reference(host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat) -> None:
     """The plain form of `gather`."""
-    count = min(int(plan.count), plan.slots.numel())
-    slots = plan.slots[:count].long()
-    rows = plan.rows[:count].long()
+    slots, rows = plan.entries[: int(plan.count)].long().unbind(1)
     writable = (rows >= 0) & (rows < device.shape[0] * fmt.page_size)
     slots, rows = slots[writable], rows[writable]
     readable = (slots >= 0) & (slots < host.shape[0] * fmt.page_size)
@@ -112,32 +138,38 @@ def gather(
     for name, pool in (("host", host), ("device", device)):
         check_tensor(name, pool, torch.uint8, (None, fmt.page_bytes))
         check_pool(name, pool, fmt)
-    for name in ("slots", "rows", "count"):
-        check_tensor(f"plan.{name}", getattr(plan, name), torch.int32, (None,), device.device)
-    if plan.slots.numel() == 0:
+    check_tensor("plan.count", plan.count, torch.int32, (None,), device.device)
+    check_tensor("plan.entries", plan.entries, torch.int32, (None, 2), device.device)
+    if not plan.entries.is_contiguous():
+        raise ValueError("plan.entries must be contiguous; build it with CopyPlan.empty")
+    if plan.entries.numel() == 0:
         return
     if choose(device, backend) == "reference":
         gather_reference(host, device, plan, fmt)
         return
     check_reachable(host, device)
     words = [size // WORD_BYTES for size in fmt.parts] + [0]
+    overlap = can_overlap(device.device)
     launch(
         _gather_kernel,
-        (copy_programs(device.device, plan.slots.numel()),),
+        (copy_programs(device.device, plan.entries.shape[0], PROGRAMS),),
         device.device,
         host.view(torch.int64),
         device.view(torch.int64),
-        plan.slots,
-        plan.rows,
+        plan.entries.view(torch.int64),
         plan.count,
-        plan.slots.numel(),
+        plan.entries.shape[0],
         host.shape[0],
         device.shape[0],
         host.stride(0) // WORD_BYTES,
         device.stride(0) // WORD_BYTES,
+        LONG_PLAN,
+        copy_programs(device.device, plan.entries.shape[0], FEW_PROGRAMS),
         P=fmt.page_size,
         FIRST=words[0],
         SECOND=words[1],
         BLOCK=power_of_two(words[0] + words[1]),
-        num_warps=4,
+        OVERLAP=overlap,
+        num_warps=1,
+        **({"launch_pdl": True} if overlap else {}),
     )

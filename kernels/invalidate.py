@@ -12,16 +12,12 @@ BLOCK = 2048
 @jit
 def _invalidate_kernel(
     keys,
-    positions,
     request_rows,
     slots,
     max_requests,
     keys_group_stride,
     keys_stride,
     keys_row_stride,
-    positions_group_stride,
-    positions_stride,
-    positions_row_stride,
     requests_stride,
     slots_stride,
     H: tl.constexpr,
@@ -35,29 +31,23 @@ def _invalidate_kernel(
     limit = tl.where(wanted, H, 0)
     request = tl.where(wanted, request, 0)
     keys += group * keys_group_stride + request * keys_stride
-    positions += group * positions_group_stride + request * positions_stride
     for start in range(0, H, BLOCK):
         row = (start + tl.arange(0, BLOCK)).to(tl.int64)
         key = tl.load(keys + row * keys_row_stride, mask=row < limit, other=-1)
         gone = (row < limit) & (key == slot)
         tl.store(keys + row * keys_row_stride, -1, mask=gone)
-        tl.store(positions + row * positions_row_stride, -1, mask=gone)
 
 
-def invalidate_reference(
-    keys: torch.Tensor, positions: torch.Tensor, request_rows: torch.Tensor, slots: torch.Tensor
-) -> None:
+def invalidate_reference(keys: torch.Tensor, request_rows: torch.Tensor, slots: torch.Tensor) -> None:
     """The plain form of `invalidate`."""
     valid = (request_rows >= 0) & (request_rows < keys.shape[1]) & (slots >= 0)
     for request in request_rows[valid].unique().tolist():
         gone = torch.isin(keys[:, request], slots[valid & (request_rows == request)])
         keys[:, request].masked_fill_(gone, -1)
-        positions[:, request].masked_fill_(gone, -1)
 
 
 def invalidate(
     keys: torch.Tensor,
-    positions: torch.Tensor,
     request_rows: torch.Tensor,
     slots: torch.Tensor,
     *,
@@ -67,8 +57,7 @@ def invalidate(
     launch.
 
     Args:
-        keys: int32 [G, R, H]; found entries become -1.
-        positions: int32 [G, R, H]; the same entries become -1. The LRU order stays.
+        keys: int32 [G, R, H]; found entries become -1, so that hints at them miss. The LRU order stays.
         request_rows: int32 [n], -1 or out of range: ignored.
         slots: int32 [n], negative: ignored.
         backend: see `backend.choose`.
@@ -77,25 +66,22 @@ def invalidate(
         ValueError: a shape, dtype or device does not fit.
     """
     check_tensor("keys", keys, torch.int32, (None, None, None))
-    check_tensor("positions", positions, torch.int32, tuple(keys.shape), keys.device)
     check_tensor("request_rows", request_rows, torch.int32, (None,), keys.device)
     check_tensor("slots", slots, torch.int32, (request_rows.numel(),), keys.device)
     if request_rows.numel() == 0 or keys.numel() == 0:
         return
     if choose(keys, backend) == "reference":
-        invalidate_reference(keys, positions, request_rows, slots)
+        invalidate_reference(keys, request_rows, slots)
         return
     launch(
         _invalidate_kernel,
         (request_rows.numel(), keys.shape[0]),
         keys.device,
         keys,
-        positions,
         request_rows,
         slots,
         keys.shape[1],
         *keys.stride(),
-        *positions.stride(),
         request_rows.stride(0),
         slots.stride(0),
         H=keys.shape[2],

@@ -1,8 +1,17 @@
-"""Triton kernel of `resolve`: one program a request.
+"""Triton kernel of `resolve`: programs look up parts of a request's entries, the last one replaces its rows.
 
-A *stamp* table indexed by position tells which positions are selected: first it holds the first entry that
-names the position, then the hot row that serves it. A barrier lies between a pass that writes global memory
-and the next one that reads it. Masks never mix a scalar bool with a block: the interpreter turns it to int64.
+A position remembers the hot row that it was last loaded into (its *hint*); it is a hit when the key of that
+row is the slot wanted now. Hits mark their rows in ``used``, misses set their positions in ``bitmap``: the
+rank of a miss among the set bits is its victim and its place in the plan, one for all entries that name it.
+
+What costs time is random access: about a cycle an element for a load that leaves the multiprocessor and for a
+store, whatever its width. So the lookup is spread over programs, and the program that arrives last goes on
+alone; none ever waits for another. Then come barriers: two or three for a scan, a reduction or a gather.
+
+A barrier lies between a pass that writes global memory and the next one that reads it, and between reading a
+tile and clearing it: several threads read an element of a small tile, one clears it. What other programs
+wrote is read past the first-level cache (".cg"). Masks never mix a scalar bool with a block: the interpreter
+turns it to int64.
 """
 
 # A type checker cannot follow Triton: constant branches bind names, ranges are objects.
@@ -24,52 +33,80 @@ def _popcount(bits):
 
 
 @jit
-def _claim(cursor, plan_count, plan_starts, plan_counts, batch, count):
-    """Take ``count`` entries of the plan. Tickets (high half) and entries (low half) share one atomic, so the
-    last program knows the total and leaves the cursor zero: no launch is spent on clearing it."""
-    old = tl.atomic_add(cursor, count.to(tl.int64) + (1 << 32), sem="relaxed")
-    start = (old & 0xFFFFFFFF).to(tl.int32)
-    tl.store(plan_starts + batch, start)
-    tl.store(plan_counts + batch, count)
-    if (old >> 32) == tl.num_programs(0) - 1:
-        tl.store(plan_count, start + count)
-        tl.store(cursor, 0)
-    return start
-
-
-@jit
-def _load_hot(
-    lru,
-    keys,
-    remembered,
+def _look_up(
+    positions,
     page_table,
-    rank,
-    limit,
+    resident_page,
+    hot_pages,
+    keys,
+    hints,
+    bitmap,
+    used,
+    slots,
+    out_rows,
+    batch,
+    live,
+    served,
     max_pages,
+    num_host_pages,
     num_slots,
-    lru_column,
-    keys_column,
-    remembered_column,
+    positions_stride,
+    positions_column,
     table_column,
+    resident_stride,
+    hot_pages_column,
+    keys_column,
+    hints_column,
+    slots_column,
+    out_stride,
+    out_column,
     P: tl.constexpr,
+    Q: tl.constexpr,
+    K: tl.constexpr,
     H: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Hot rows by LRU rank: row, position, does its key still belong to that position, is the row corrupt."""
-    row = tl.load(lru + rank.to(tl.int64) * lru_column, mask=rank < limit, other=0).to(tl.int32)
-    corrupt = (row < 0) | (row >= H)
-    sound = (rank < limit) & ~corrupt
-    row = tl.where(corrupt, 0, row)
-    position = tl.load(remembered + row.to(tl.int64) * remembered_column, mask=sound, other=-1)
-    key = tl.load(keys + row.to(tl.int64) * keys_column, mask=sound, other=-1).to(tl.int64)
-    sound &= (position >= 0) & (position // P < max_pages) & (key < num_slots)
-    position = tl.where(sound, position, 0)
-    page = tl.load(page_table + (position // P).to(tl.int64) * table_column, mask=sound, other=0).to(tl.int64)
-    sound &= (page > 0) & (page * P + position % P == key)
-    return row, position, sound, corrupt
+    """Look up one program's part of the entries: mark hits and misses, note the slots they want, write the
+    rows that are known. Returns how many entries are not resident (bits 16 on) and resident (below)."""
+    entry = tl.program_id(1) * PART + tl.arange(0, PART)
+    query = batch * Q + entry // K
+    column = (entry % K).to(tl.int64)
+    inside = entry < Q * K
+    position = tl.load(
+        positions + query * positions_stride + column * positions_column, mask=inside, other=-1
+    ).to(tl.uint32, bitcast=True)
+    # Unsigned, a negative position is out of range too, and divisions are shifts.
+    known = inside & (position < tl.where(live, max_pages * P, 0).to(tl.uint32))
+    position = tl.where(known, position, 0)
+    offset = (position % P).to(tl.int32)
+    page = tl.load(page_table + (position // P).to(tl.int64) * table_column, mask=known, other=0)
+    hint = tl.load(hints + position.to(tl.int64) * hints_column, mask=known, other=-1).to(tl.int32)
+    in_pool = (page > 0) & (page < num_host_pages)
+    resident = tl.load(resident_page + page.to(tl.int64) * resident_stride, mask=in_pool, other=0)
+    hinted = hint.to(tl.uint32, bitcast=True) < H
+    hint = tl.where(hinted, hint, 0)
+    key = tl.load(keys + hint.to(tl.int64) * keys_column, mask=hinted, other=-1)
+    hot_page = tl.load(hot_pages + (hint // P).to(tl.int64) * hot_pages_column, mask=hinted, other=0)
+    # A host page past the pool is cut to the pool's end, so that slots fit 32 bits.
+    slot = tl.minimum(tl.maximum(page, 0), (num_slots + P - 1) // P) * P + offset
+    wanted = (page > 0) & (resident <= 0)
+    asked = wanted & (page > tl.where(served, 0, 0x7FFFFFFF))
+    hit = asked & hinted & (key == slot) & (slot < num_slots)
+    miss = asked & ~hit
+    tl.atomic_or(used + hint // 32, 1 << (hint % 32), mask=hit, sem="relaxed")
+    word = (position // 32).to(tl.int32)
+    tl.atomic_or(bitmap + word, 1 << (position % 32).to(tl.int32), mask=miss, sem="relaxed")
+    # A slot is positive: its sign tells a miss from a hit, 0 is neither.
+    found = tl.where(miss, slot, tl.where(hit, -slot, 0))
+    tl.store(slots + entry.to(tl.int64) * slots_column, found, mask=inside)
+    row = tl.where(resident > 0, resident * P + offset, -1)
+    row = tl.where(hit & (hot_page > 0), hot_page * P + hint % P, row)
+    tl.store(out_rows + query * out_stride + column * out_column, row, mask=inside)
+    counts = tl.sum(tl.where(wanted, 1 << 16, 0) + tl.where(resident > 0, 1, 0), 0)
+    return counts.to(tl.int64) & 0xFFFFFFFF
 
 
-@jit
-def resolve_kernel(
+def _resolve(
     positions,
     request_rows,
     page_table,
@@ -77,14 +114,15 @@ def resolve_kernel(
     hot_pages,
     keys,
     lru,
-    remembered,
-    stamps,
+    hints,
     bitmap,
-    prefix,
+    used,
+    slots,
     order,
+    tickets,
+    arrivals,
     cursor,
-    plan_slots,
-    plan_rows,
+    plan_entries,
     plan_count,
     plan_starts,
     plan_counts,
@@ -94,6 +132,7 @@ def resolve_kernel(
     max_pages,
     num_host_pages,
     num_slots,
+    num_words,
     positions_stride,
     positions_column,
     requests_stride,
@@ -106,11 +145,12 @@ def resolve_kernel(
     keys_column,
     lru_stride,
     lru_column,
-    remembered_stride,
-    remembered_column,
-    stamps_stride,
+    hints_stride,
+    hints_column,
     bitmap_stride,
-    prefix_stride,
+    used_stride,
+    slots_stride,
+    slots_column,
     order_stride,
     out_stride,
     out_column,
@@ -118,12 +158,17 @@ def resolve_kernel(
     Q: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
-    HIT: tl.constexpr,
     ENTRIES: tl.constexpr,
+    PART: tl.constexpr,
     RANKS: tl.constexpr,
-    WORDS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    LANES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     batch = tl.program_id(0).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     request = tl.load(request_rows + batch * requests_stride).to(tl.int64)
     live = (request >= 0) & (request < max_requests)
     request = tl.where(live, request, 0)
@@ -131,152 +176,126 @@ def resolve_kernel(
     hot_pages += request * hot_pages_stride
     keys += request * keys_stride
     lru += request * lru_stride
-    remembered += request * remembered_stride
-    stamps += batch * stamps_stride
+    hints += request * hints_stride
     bitmap += batch * bitmap_stride
-    prefix += batch * prefix_stride
+    used += batch * used_stride
+    slots += batch * slots_stride
+    order += batch * order_stride
 
-    entry = tl.arange(0, ENTRIES)
-    query = batch * Q + entry // K
-    column = (entry % K).to(tl.int64)
-    inside = entry < Q * K
-    position = tl.load(
-        positions + query * positions_stride + column * positions_column, mask=inside, other=-1
-    )
-    known = (entry < tl.where(live, Q * K, 0)) & (position >= 0) & (position // P < max_pages)
-    position = tl.where(known, position, 0)
-    page = tl.load(page_table + (position // P).to(tl.int64) * table_column, mask=known, other=0).to(tl.int64)
-    if RANKS >= H:
-        hot_row, hot_position, sound, corrupt = _load_hot(
-            lru, keys, remembered, page_table, tl.arange(0, RANKS), tl.where(live, H, 0), max_pages,
-            num_slots, lru_column, keys_column, remembered_column, table_column, P, H
-        )  # fmt: skip
-    known &= page > 0
-    slot = page * P + position % P
-    on_device = tl.load(resident_page + page * resident_stride, mask=known & (page < num_host_pages), other=0)
-    wanted = known & (on_device <= 0)
-    row = tl.where(known & (on_device > 0), on_device * P + position % P, -1)
-
-    # The lowest entry wins: it carries the largest stamp. The low bit says that a hot row is wanted.
-    first = (ENTRIES - entry) * 2 + wanted.to(tl.int32)
-    before = tl.atomic_max(stamps + position, first, mask=known, sem="relaxed")
-    fresh = known & (before == 0)
-    tally = tl.sum(tl.where(fresh, tl.where(wanted, 1 << 32, 1), 0).to(tl.int64), 0)
-    lookups = (tally >> 32).to(tl.int32)
-    residents = (tally & 0xFFFFFFFF).to(tl.int32)
     served = tl.load(hot_pages) > 0
-    missing = lookups * 0
-    hits = lookups * 0
+    # Only the last program needs the order. All load it now, because no one knows yet who is last.
+    rank = tl.arange(0, RANKS)
+    hot_row = tl.load(lru + rank.to(tl.int64) * lru_column, mask=rank < H, other=0).to(tl.int32)
+
+    tally = _look_up(
+        positions, page_table, resident_page, hot_pages, keys, hints, bitmap, used, slots, out_rows,
+        batch, live, served, max_pages, num_host_pages, num_slots, positions_stride, positions_column,
+        table_column, resident_stride, hot_pages_column, keys_column, hints_column, slots_column,
+        out_stride, out_column, P, Q, K, H, PART
+    )  # fmt: skip
+    tally += 1 << 40
     tl.debug_barrier()
+    tally += tl.atomic_add(arrivals + batch, tally)
 
-    if served & (lookups > 0):
-        if RANKS < H:
-            broken = lookups * 0
-            for begin in tl.static_range(0, H, RANKS):
-                rank = begin + tl.arange(0, RANKS)
-                hot_row = tl.load(lru + rank.to(tl.int64) * lru_column, mask=rank < H, other=0).to(tl.int32)
-                broken = tl.maximum(broken, tl.max(((hot_row < 0) | (hot_row >= H)).to(tl.int32), 0))
-        else:
-            broken = tl.max(corrupt.to(tl.int32), 0)
-            hot_row = tl.where(broken > 0, tl.arange(0, RANKS), hot_row)
-            sound &= tl.arange(0, RANKS) < tl.where(broken > 0, 0, H)
-        if broken > 0:
+    if (tally >> 40) == tl.num_programs(1):
+        tl.store(arrivals + batch, 0)
+        residents = (tally & 0xFFFF).to(tl.int32)
+        lookups = ((tally >> 16) & 0xFFFFFF).to(tl.int32)
+        missing = lookups * 0
+        hits = lookups * 0
+        unserved = tl.where(served, 0, lookups)
+        # One element a thread: only the first one waits for the ticket.
+        lane = tl.arange(0, LANES)
+
+        if served & (lookups > 0):
+            bits = tl.load(bitmap + rank, mask=rank < num_words, other=0, cache_modifier=".cg")
+            flag = tl.arange(0, FLAGS)
+            flags = tl.load(used + flag, mask=flag * 32 < H, other=0, cache_modifier=".cg")
+            entry = tl.arange(0, ENTRIES)
+            query = batch * Q + entry // K
+            column = (entry % K).to(tl.int64)
+            inside = entry < Q * K
+            found = tl.load(
+                slots + entry.to(tl.int64) * slots_column, mask=inside, other=0, cache_modifier=".cg"
+            )
+            position = tl.load(
+                positions + query * positions_stride + column * positions_column, mask=inside, other=0
+            )
+            position = tl.where(found != 0, position, 0).to(tl.uint32, bitcast=True)
+            word = (position // 32).to(tl.int32)
+            bit = 1 << (position % 32).to(tl.int32)
+            broken = tl.max(((hot_row.to(tl.uint32, bitcast=True) >= H) & (rank < H)).to(tl.int32), 0)
+            if broken > 0:
+                # Forget everything: the hits become misses.
+                tl.atomic_or(bitmap + word, bit, mask=found < 0, sem="relaxed")
+                tl.store(keys + rank.to(tl.int64) * keys_column, -1, mask=rank < H)
+                tl.debug_barrier()
+                bits = tl.load(bitmap + rank, mask=rank < num_words, other=0, cache_modifier=".cg")
+                found = tl.where(found < 0, -found, found)
+                hot_row = rank
+                flags = flags * 0
+            miss = found > 0
+            own_bits = tl.load(bitmap + word, mask=miss, other=0, cache_modifier=".cg")
+            free = (((tl.gather(flags, hot_row // 32, 0) >> (hot_row % 32)) & 1) == 0) & (rank < H)
+            # One scan: misses before a word of the bitmap (high half), free rows before a rank (low half).
+            counts = (_popcount(bits) << 16) | free.to(tl.int32)
+            before = tl.cumsum(counts, 0) - counts
+            total = tl.sum(counts, 0)
+            missing = (total >> 16) & 0xFFFF
+            stale = total & 0xFFFF
+            hits = H - stale
+            lookups = hits + missing
+            ticket = tl.atomic_add(
+                cursor + lane * 0, missing.to(tl.int64) + (1 << 32) + lane * 0, mask=lane == 0, sem="relaxed"
+            )
+            # A gather in place moves the three values to the layout in which neighbours are stored together.
+            moved = tl.gather((free.to(tl.int32) << 30) | ((before & 0x7FFF) << 15) | hot_row, rank, 0)
+            index = ((tl.gather(before, word, 0) >> 16) & 0xFFFF) + _popcount(own_bits & (bit - 1))
+            free = (moved >> 30) > 0
+            older = (moved >> 15) & 0x7FFF
+            hot_row = moved & 0x7FFF
+            tl.store(order + older, hot_row.to(tl.int16), mask=free & (older < missing))
+            tl.store(tickets + batch + lane * 0, ticket, mask=lane == 0)
             tl.debug_barrier()
-            for reset_begin in tl.static_range(0, H, RANKS):
-                reset_row = (reset_begin + tl.arange(0, RANKS)).to(tl.int64)
-                tl.store(lru + reset_row * lru_column, reset_row.to(tl.int16), mask=reset_row < H)
-                tl.store(keys + reset_row * keys_column, -1, mask=reset_row < H)
-                tl.store(remembered + reset_row * remembered_column, -1, mask=reset_row < H)
-            tl.debug_barrier()
-
-        for begin in tl.static_range(0, H, RANKS):
-            rank = begin + tl.arange(0, RANKS)
-            if RANKS < H:
-                hot_row, hot_position, sound, corrupt = _load_hot(
-                    lru, keys, remembered, page_table, rank, H, max_pages, num_slots,
-                    lru_column, keys_column, remembered_column, table_column, P, H
-                )  # fmt: skip
-            stamp = tl.load(stamps + hot_position, mask=sound, other=0, cache_modifier=".cg")
-            # Two rows with one key: the newest holds the largest stamp.
-            hit = sound & ((stamp >= HIT) | ((stamp & 1) == 1))
-            tl.atomic_max(stamps + hot_position, HIT | (rank << 15) | hot_row, mask=hit, sem="relaxed")
-        tl.debug_barrier()
-
-        stamp = tl.load(stamps + position, mask=wanted, other=0, cache_modifier=".cg")
-        miss = wanted & (stamp == first)
-        counted = tl.cumsum(miss.to(tl.int32), 0)
-        missing = tl.sum(miss.to(tl.int32), 0)
-        hits = lookups - missing
-        stale = H - hits
-        tl.atomic_or(bitmap + position // 32, 1 << (position % 32), mask=miss, sem="relaxed")
-        top = tl.max(tl.where(miss, position // 32, -1), 0)
-        # A single block has read all of the old order, so the new one can be written in place.
-        if RANKS < H:
-            target = order + batch * order_stride
-            target_column = 1
-        else:
-            target = lru
-            target_column = lru_column
-        passed = lookups * 0
-        for begin in tl.static_range(0, H, RANKS):
-            rank = begin + tl.arange(0, RANKS)
-            if RANKS < H:
-                hot_row, hot_position, sound, corrupt = _load_hot(
-                    lru, keys, remembered, page_table, rank, H, max_pages, num_slots,
-                    lru_column, keys_column, remembered_column, table_column, P, H
-                )  # fmt: skip
-            stamp = tl.load(stamps + hot_position, mask=sound, other=0, cache_modifier=".cg")
-            free = (rank < H) & ~(sound & (stamp == (HIT | (rank << 15) | hot_row)))
-            older = passed + tl.cumsum(free.to(tl.int32), 0) - free.to(tl.int32)
+            victim = tl.load(order + index, mask=miss, other=0, cache_modifier=".cg").to(tl.int32)
+            start = (tl.load(tickets + batch, cache_modifier=".cg") & 0x7FFFFFFF).to(tl.int32)
+            tl.store(bitmap + rank, 0, mask=rank < num_words)
+            tl.store(used + flag, 0, mask=flag * 32 < H)
             place = tl.where(older < missing, stale - missing + older, older - missing)
             place = tl.where(free, place, stale + rank - older)
-            tl.store(target + place.to(tl.int64) * target_column, hot_row.to(tl.int16), mask=rank < H)
-            passed += tl.sum(free.to(tl.int32), 0)
-        tl.debug_barrier()
+            tl.store(
+                lru + place.to(tl.int64) * lru_column, hot_row.to(tl.int16), mask=(rank < H) & (place >= 0)
+            )
+            hot_page = tl.load(hot_pages + (victim // P).to(tl.int64) * hot_pages_column, mask=miss, other=0)
+            row = tl.where(hot_page > 0, hot_page * P + victim % P, -1)
+            readable = found < num_slots
+            source = tl.where(readable, found, -1)
+            # One 8-byte store an entry: the slot in the low half.
+            pair = (row.to(tl.int64) << 32) | (source.to(tl.int64) & 0xFFFFFFFF)
+            tl.store(plan_entries + start + index, pair, mask=miss)
+            tl.store(out_rows + query * out_stride + column * out_column, row, mask=miss)
+            tl.store(keys + victim.to(tl.int64) * keys_column, source, mask=miss)
+            tl.store(hints + position.to(tl.int64) * hints_column, victim.to(tl.int16), mask=miss & readable)
+        else:
+            ticket = tl.atomic_add(
+                cursor + lane * 0, lane.to(tl.int64) * 0 + (1 << 32), mask=lane == 0, sem="relaxed"
+            )
 
-        chosen = (stale - missing + counted - 1).to(tl.int64)
-        victim = tl.load(target + chosen * target_column, mask=miss, other=0).to(tl.int32)
-        readable = slot < num_slots
-        source = tl.where(readable, slot, -1).to(tl.int32)
-        tl.store(keys + victim.to(tl.int64) * keys_column, source, mask=miss)
-        tl.store(
-            remembered + victim.to(tl.int64) * remembered_column, tl.where(readable, position, -1), mask=miss
+        which = tl.arange(0, 4)
+        added = tl.where(
+            which < 2, tl.where(which == 0, hits, lookups), tl.where(which == 2, residents, unserved)
         )
-        tl.store(stamps + position, HIT | victim, mask=miss)
-        if RANKS < H:
-            for begin in tl.static_range(0, H, RANKS):
-                rank = (begin + tl.arange(0, RANKS)).to(tl.int64)
-                tl.store(lru + rank * lru_column, tl.load(target + rank, mask=rank < H), mask=rank < H)
-        start = _claim(cursor, plan_count, plan_starts, plan_counts, batch, missing)
-        begun = lookups * 0
-        below = lookups * 0
-        while begun <= top:
-            word = begun + tl.arange(0, WORDS)
-            count = _popcount(tl.load(bitmap + word, mask=word <= top, other=0, cache_modifier=".cg"))
-            tl.store(prefix + word, below + tl.cumsum(count, 0) - count, mask=word <= top)
-            below += tl.sum(count, 0)
-            begun += WORDS
-        tl.debug_barrier()
+        tl.atomic_add(stats + which, added.to(tl.int64), mask=added != 0, sem="relaxed")
+        # Tickets (high half) and entries (low half) share one atomic, so the last request knows the total and
+        # leaves the cursor zero: no launch is spent on clearing it.
+        begin = (ticket & 0x7FFFFFFF).to(tl.int32)
+        last = (lane == 0) & ((ticket >> 32) == tl.num_programs(0) - 1)
+        tl.store(plan_starts + batch + lane * 0, begin, mask=lane == 0)
+        tl.store(plan_counts + batch + lane * 0, missing + lane * 0, mask=lane == 0)
+        tl.store(plan_count + lane * 0, begin + missing, mask=last)
+        tl.store(cursor + lane * 0, lane.to(tl.int64) * 0, mask=last)
 
-        place = tl.load(stamps + position, mask=wanted, other=0, cache_modifier=".cg") & 0x7FFF
-        hot_page = tl.load(hot_pages + (place // P).to(tl.int64) * hot_pages_column, mask=wanted, other=0)
-        row = tl.where(wanted & (hot_page > 0), hot_page * P + place % P, row)
-        lower = tl.load(bitmap + position // 32, mask=miss, other=0, cache_modifier=".cg") & ~(
-            -1 << (position % 32)
-        )
-        index = start + tl.load(prefix + position // 32, mask=miss, other=0) + _popcount(lower)
-        tl.store(plan_slots + index, source, mask=miss)
-        tl.store(plan_rows + index, row, mask=miss)
-        tl.debug_barrier()
-        tl.store(bitmap + position // 32, 0, mask=miss)
-    else:
-        _claim(cursor, plan_count, plan_starts, plan_counts, batch, missing)
 
-    tl.store(out_rows + query * out_stride + column * out_column, row, mask=inside)
-    tl.store(stamps + position, 0, mask=known)
-    which = tl.arange(0, 4)
-    unserved = tl.where(served, 0, lookups)
-    added = tl.where(
-        which < 2, tl.where(which == 0, hits, lookups), tl.where(which == 2, residents, unserved)
-    )
-    tl.atomic_add(stats + which, added.to(tl.int64), mask=added != 0, sem="relaxed")
+# Strides that look unknown spread the entries over threads one by one: scattered stores need that layout, and
+# to change to it later costs a trip through shared memory for each operand.
+resolve_kernel = jit(_resolve, do_not_specialize=("positions_column", "slots_column", "out_column"))

@@ -7,37 +7,33 @@ import torch
 from hisparse_sgl.kernels.state import CopyPlan, HotState, Tables
 
 
-def _sound_order(order: list[int], keys: list[int], remembered: list[int]) -> None:
-    """Empty all rows, in identity order, when the order names a row out of range. Mutates the lists."""
-    hot_rows = len(order)
-    if min(order) < 0 or max(order) >= hot_rows:
-        order[:] = range(hot_rows)
-        keys[:] = remembered[:] = [-1] * hot_rows
-
-
 def _swap(
-    wanted: dict[int, int], keys: list[int], order: list[int], remembered: list[int], num_slots: int
+    wanted: dict[int, int], keys: list[int], order: list[int], hints: dict[int, int], num_slots: int
 ) -> tuple[dict[int, int], list[int]]:
     """Give each wanted position (-> slot) a hot row. Returns position -> hot row and the missing positions.
 
-    Mutates the three lists, one request's hot state.
+    ``hints`` has the hint of each wanted position. Mutates the lists and ``hints``, one request's hot state.
     """
-    _sound_order(order, keys, remembered)
-    row_of: dict[int, int] = {}
-    for row in order:
-        slot = wanted.get(remembered[row], -1)
-        if 0 <= slot < num_slots and keys[row] == slot:
-            row_of[remembered[row]] = row
+    hot_rows = len(order)
+    if sorted(order) != list(range(hot_rows)):
+        order[:] = range(hot_rows)
+        keys[:] = [-1] * hot_rows
+    row_of = {
+        position: hints[position]
+        for position, slot in wanted.items()
+        if 0 <= hints[position] < hot_rows and keys[hints[position]] == slot < num_slots
+    }
     used = set(row_of.values())
     stale = [row for row in order if row not in used]
     hits = [row for row in order if row in used]
-    missing = [position for position in wanted if position not in row_of]
+    missing = sorted(position for position in wanted if position not in row_of)
     loaded = stale[: len(missing)]
     for position, row in zip(missing, loaded, strict=True):
         row_of[position] = row
         readable = wanted[position] < num_slots
         keys[row] = wanted[position] if readable else -1
-        remembered[row] = position if readable else -1
+        if readable:
+            hints[position] = row
     order[:] = stale[len(missing) :] + loaded + hits
     return row_of, missing
 
@@ -64,9 +60,7 @@ def _write_plan(plan: CopyPlan, planned: list[list[tuple[int, int]]]) -> None:
     """Lay the (slot, row) pairs of each batch row one after another."""
     entries = [entry for segment in planned for entry in segment]
     counts = torch.tensor([len(segment) for segment in planned], dtype=torch.int32)
-    pairs = torch.tensor(entries, dtype=torch.int32).reshape(-1, 2)
-    plan.slots[: len(entries)] = pairs[:, 0]
-    plan.rows[: len(entries)] = pairs[:, 1]
+    plan.entries[: len(entries)] = torch.tensor(entries, dtype=torch.int32).reshape(-1, 2)
     plan.count.fill_(len(entries))
     plan.starts[: len(planned)] = counts.cumsum(0) - counts
     plan.counts[: len(planned)] = counts
@@ -92,19 +86,25 @@ def resolve_reference(
         list(zip(*lists, strict=True)) for lists in zip(flat.tolist(), slots.tolist(), rows, strict=True)
     ]
     wanted = [{pos: slot for pos, slot, row in found if slot >= 0 and row < 0} for found in entries]
-    lookups = sum(len(slot_of) for slot_of in wanted)
-    residents = sum(len({pos for pos, _, row in found if row >= 0}) for found in entries)
+    residents = sum(row >= 0 for found in rows for row in found)
     asking = [index for index, slot_of in enumerate(wanted) if slot_of]
     regions = dict(zip(asking, tables.hot_pages[request_rows[asking].long()].tolist(), strict=True))
     served = [index for index in asking if regions[index][0] > 0]
     planned: list[list[tuple[int, int]]] = [[] for _ in entries]
-    hits = 0
+    hits = lookups = 0
     if served:
         requests = request_rows[served].long()
-        state = [tensor[requests].tolist() for tensor in hot]
-        for index, keys, order, remembered in zip(served, *state, strict=True):
-            row_of, missing = _swap(wanted[index], keys, order, remembered, num_slots)
+        hinted = hot.hints[requests[:, None], flat[served].clamp(0, hot.hints.shape[1] - 1)].tolist()
+        state = [hot.keys[requests].tolist(), hot.lru[requests].tolist()]
+        for index, request, found, keys, order in zip(served, requests.tolist(), hinted, *state, strict=True):
+            hint_of = {entry[0]: hint for entry, hint in zip(entries[index], found, strict=True)}
+            row_of, missing = _swap(wanted[index], keys, order, hint_of, num_slots)
             hits += len(row_of) - len(missing)
+            lookups += len(row_of)
+            loaded = torch.tensor(missing, dtype=torch.int64, device=hot.hints.device)
+            hot.hints[request, loaded] = torch.tensor(
+                [hint_of[pos] for pos in missing], dtype=torch.int16, device=hot.hints.device
+            )
             pages = regions[index]
             place = {
                 pos: pages[row // page_size] * page_size + row % page_size
@@ -113,12 +113,14 @@ def resolve_reference(
                 for pos, row in row_of.items()
             }
             rows[index] = [place.get(pos, row) for pos, _, row in entries[index]]
-            for pos in sorted(missing):
+            for pos in missing:
                 slot = wanted[index][pos]
                 planned[index].append((slot if slot < num_slots else -1, place[pos]))
-        for tensor, values in zip(hot, state, strict=True):
+        for tensor, values in zip(hot[:2], state, strict=True):
             tensor[requests] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
-    unserved = sum(len(wanted[index]) for index in asking if regions[index][0] <= 0)
+    unserved = sum(
+        pos in wanted[index] for index in asking if regions[index][0] <= 0 for pos, _, _ in entries[index]
+    )
     _write_plan(plan, planned)
     out_rows.copy_(torch.tensor(rows, dtype=torch.int32).reshape(out_rows.shape))
-    stats += torch.tensor([hits, lookups, residents, unserved], device=stats.device)
+    stats += torch.tensor([hits, lookups + unserved, residents, unserved], device=stats.device)

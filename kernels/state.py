@@ -64,65 +64,69 @@ class Tables(NamedTuple):
 
 class HotState(NamedTuple):
     """What the hot rows of one index group hold. ``keys`` int32 [R, H]: slot of each hot row, -1 empty.
-    ``lru`` int16 [R, H]: hot rows, oldest first. ``positions`` int32 [R, H]: position under which the key was
-    loaded, -1 empty. A stack for G groups has a leading dimension G."""
+    ``lru`` int16 [R, H]: hot rows, oldest first. ``hints`` int16 [R, max_pages * P]: the hot row that each
+    position was last loaded into. Only ``keys`` are the truth: a hint whose key is another slot is a miss, so
+    old hints need no clearing. A stack for G groups has a leading dimension G."""
 
     keys: torch.Tensor
     lru: torch.Tensor
-    positions: torch.Tensor
+    hints: torch.Tensor
 
     @classmethod
     def empty(
-        cls, max_requests: int, hot_rows: int, device: Device = "cpu", groups: int | None = None
+        cls,
+        max_requests: int,
+        hot_rows: int,
+        context: int,
+        device: Device = "cpu",
+        groups: int | None = None,
     ) -> HotState:
-        """All hot rows empty, in identity order; with ``groups`` a stack [groups, R, H]."""
-        shape = (max_requests, hot_rows) if groups is None else (groups, max_requests, hot_rows)
+        """All hot rows empty, in identity order, for contexts of ``context`` = max_pages * P positions; with
+        ``groups`` a stack [groups, R, ...]."""
+        stack = (max_requests,) if groups is None else (groups, max_requests)
         state = cls(
-            torch.empty(shape, dtype=torch.int32, device=device),
-            torch.empty(shape, dtype=torch.int16, device=device),
-            torch.empty(shape, dtype=torch.int32, device=device),
+            torch.empty((*stack, hot_rows), dtype=torch.int32, device=device),
+            torch.empty((*stack, hot_rows), dtype=torch.int16, device=device),
+            torch.full((*stack, context), -1, dtype=torch.int16, device=device),
         )
         state.reset()
         return state
 
     def group(self, index: int) -> HotState:
-        """The view [R, H] of one group of a stack."""
-        return HotState(self.keys[index], self.lru[index], self.positions[index])
+        """The view [R, ...] of one group of a stack."""
+        return HotState(self.keys[index], self.lru[index], self.hints[index])
 
     def reset(self, request_row: int | None = None) -> None:
         """Empty one request's hot rows (all requests: None), in every group of a stack."""
         rows = slice(None) if request_row is None else slice(request_row, request_row + 1)
         self.keys[..., rows, :] = -1
-        self.positions[..., rows, :] = -1
         order = torch.arange(self.lru.shape[-1], device=self.lru.device)
         self.lru[..., rows, :] = order.to(torch.int16)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError unless each order is a permutation and each key has one position and one row."""
+        """Raise RuntimeError unless each order is a permutation, each key has one row and hints name rows."""
         hot_rows = self.lru.shape[-1]
         order = self.lru.reshape(-1, hot_rows).long().sort(1).values
         wrong = (order != torch.arange(hot_rows, device=order.device)).any(1).nonzero().flatten().tolist()
         if wrong:
             _fail(f"lru rows {wrong} are not permutations of 0..{hot_rows - 1}")
-        keys = self.keys.reshape(-1, hot_rows)
-        positions = self.positions.reshape(-1, hot_rows)
-        halves = int(((keys < 0) != (positions < 0)).sum())
-        if halves:
-            _fail(f"{halves} hot rows have a key without a position or a position without a key")
-        ordered = keys.sort(1).values
+        ordered = self.keys.reshape(-1, hot_rows).sort(1).values
         repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if repeated.any():
             _fail(f"slots {ordered[:, 1:][repeated].tolist()} are held by two hot rows of a request")
+        if self.hints.numel() and not -1 <= int(self.hints.min()) <= int(self.hints.max()) < hot_rows:
+            _fail(
+                f"hints span {int(self.hints.min())}..{int(self.hints.max())}, hot rows are 0..{hot_rows - 1}"
+            )
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Rows to copy host to device. ``slots`` and ``rows`` int32 [capacity]: source slot (-1: write a zero
-    row) and destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts``
-    and ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
+    """Rows to copy host to device. ``entries`` int32 [capacity, 2]: source slot (-1: write a zero row) and
+    destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts`` and
+    ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
 
-    slots: torch.Tensor
-    rows: torch.Tensor
+    entries: torch.Tensor
     count: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
@@ -130,14 +134,14 @@ class CopyPlan:
     @classmethod
     def empty(cls, capacity: int, max_batch: int, device: Device = "cpu") -> CopyPlan:
         """A plan of no copies. A batch needs a capacity of B * query_rows * top_k."""
-        sizes = (capacity, capacity, 1, max_batch, max_batch)
+        sizes = ((capacity, 2), 1, max_batch, max_batch)
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
     def segment(self, batch_row: int) -> list[tuple[int, int]]:
         """The (slot, row) pairs of one batch row. Reads the device."""
         start = int(self.starts[batch_row])
         stop = start + int(self.counts[batch_row])
-        return list(zip(self.slots[start:stop].tolist(), self.rows[start:stop].tolist(), strict=True))
+        return [(slot, row) for slot, row in self.entries[start:stop].tolist()]
 
     def check_integrity(self, batch: int) -> None:
         """Raise RuntimeError unless the ranges of the batch tile the list and no row is written twice."""
@@ -148,42 +152,44 @@ class CopyPlan:
             if start != end:
                 _fail(f"plan range {start}+{length} does not follow {end}")
             end += length
-        if end != count or count > self.slots.numel():
-            _fail(f"plan ranges end at {end}, count is {count}, capacity is {self.slots.numel()}")
-        rows = self.rows[:count]
+        if end != count or count > len(self.entries):
+            _fail(f"plan ranges end at {end}, count is {count}, capacity is {len(self.entries)}")
+        rows = self.entries[:count, 1]
         if rows[rows >= 0].unique().numel() != int((rows >= 0).sum()):
             _fail(f"{count} plan entries write a device row twice")
 
 
 class Scratch(NamedTuple):
-    """Work space shared by all groups, zero between launches (``prefix`` and ``order`` excepted). ``stamps``
-    int32 [max_batch, max_pages * P], ``bitmap`` and ``prefix`` int32 [max_batch, ceil(max_pages * P / 32)],
-    ``order`` int16 [max_batch, H], ``cursor`` int64 [1]. One launch at a time may use it."""
+    """Work space of `resolve`, shared by all groups. Zero between launches: ``bitmap`` int32 [max_batch,
+    ceil(max_pages * P / 32)], ``used`` int32 [max_batch, ceil(H / 32)], ``arrivals`` int64 [max_batch] and
+    ``cursor`` int64 [1]. Of no meaning between launches: ``slots`` int32 and ``order`` int16 [max_batch, H],
+    ``tickets`` int64 [max_batch]. One launch at a time may use it."""
 
-    stamps: torch.Tensor
     bitmap: torch.Tensor
-    prefix: torch.Tensor
+    used: torch.Tensor
+    slots: torch.Tensor
     order: torch.Tensor
+    tickets: torch.Tensor
+    arrivals: torch.Tensor
     cursor: torch.Tensor
 
     @classmethod
-    def empty(
-        cls, max_batch: int, max_pages: int, page_size: int, hot_rows: int, device: Device = "cpu"
-    ) -> Scratch:
-        """Zeroed work space for contexts of ``max_pages`` pages."""
-        context = max_pages * page_size
-        words = -(-context // 32)
-        return cls(
-            torch.zeros((max_batch, context), dtype=torch.int32, device=device),
-            torch.zeros((max_batch, words), dtype=torch.int32, device=device),
-            torch.zeros((max_batch, words), dtype=torch.int32, device=device),
-            torch.zeros((max_batch, hot_rows), dtype=torch.int16, device=device),
-            torch.zeros(1, dtype=torch.int64, device=device),
+    def empty(cls, max_batch: int, context: int, hot_rows: int, device: Device = "cpu") -> Scratch:
+        """Zeroed work space for contexts of ``context`` = max_pages * P positions."""
+        sizes = (
+            ((max_batch, -(-context // 32)), torch.int32),
+            ((max_batch, -(-hot_rows // 32)), torch.int32),
+            ((max_batch, hot_rows), torch.int32),
+            ((max_batch, hot_rows), torch.int16),
+            ((max_batch,), torch.int64),
+            ((max_batch,), torch.int64),
+            ((1,), torch.int64),
         )
+        return cls(*(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in sizes))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError when a launch left something behind."""
-        for name in ("stamps", "bitmap", "cursor"):
+        for name in ("bitmap", "used", "arrivals", "cursor"):
             left = int((getattr(self, name) != 0).sum())
             if left:
                 _fail(f"{left} entries of scratch.{name} are not zero between launches")

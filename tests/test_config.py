@@ -64,6 +64,11 @@ def test_a_bad_field_is_named_with_its_value_and_its_limit(field: str, value: An
         ),
         ({"top_k": MAX_HOT_ROWS}, 4, ["device_buffer_size is 65536", "the limit is 32768", "top_k"]),
         ({"device_pages": 5}, 4, ["device_pages is 5", "the limit is 6", "Raise device_pages"]),
+        (
+            {"context_len": 2**20 + 1},
+            4,
+            ["context_len is 1048577", "the limit is 1048576", "lower context_len"],
+        ),
         ({"host_pages": 6}, 4, ["host_pages is 6", "the limit is 7", "Raise host_pages", "context_len 24"]),
     ],
 )

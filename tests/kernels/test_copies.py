@@ -44,10 +44,8 @@ def row_bytes(layer: torch.Tensor, fmt: RowFormat, row: int) -> list[slice]:
 
 def make_plan(entries: list[tuple[int, int]], device: str, capacity: int = 40) -> CopyPlan:
     plan = CopyPlan.empty(capacity, 1, device)
-    plan.slots.fill_(1)
-    plan.rows.fill_(1)
-    plan.slots[: len(entries)] = torch.tensor([slot for slot, _ in entries], dtype=torch.int32)
-    plan.rows[: len(entries)] = torch.tensor([row for _, row in entries], dtype=torch.int32)
+    plan.entries.fill_(1)
+    plan.entries[: len(entries)] = torch.tensor(entries, dtype=torch.int32).reshape(-1, 2)
     plan.count.fill_(len(entries))
     return plan
 
@@ -189,7 +187,7 @@ def test_pinned_host_is_required_on_a_gpu() -> None:
 def test_bad_arguments_are_named() -> None:
     fmt = FORMATS[0]
     host, pool = random_pool(2, fmt.page_bytes), random_pool(2, fmt.page_bytes)
-    plan = make_plan([], "cpu")
+    plan, rows = make_plan([], "cpu"), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"host\.dtype"):
         gather(host.to(torch.int8), pool, plan, fmt)
     with pytest.raises(ValueError, match=r"device\.shape"):
@@ -197,6 +195,6 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="host has strides"):
         gather(random_pool(fmt.page_bytes, 2).T, pool, plan, fmt)
     with pytest.raises(ValueError, match=r"slots\.shape"):
-        scatter(pool[None], host[None], plan.slots, plan.rows[:1], fmt)
+        scatter(pool[None], host[None], rows, rows[:1], fmt)
     with pytest.raises(ValueError, match=r"host\.shape"):
-        scatter(pool[None], host.expand(2, -1, -1), plan.slots, plan.rows, fmt)
+        scatter(pool[None], host.expand(2, -1, -1), rows, rows, fmt)

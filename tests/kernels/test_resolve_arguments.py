@@ -17,8 +17,8 @@ def arguments() -> dict[str, Any]:
         "positions": torch.zeros(2, 4, dtype=torch.int32),
         "request_rows": torch.tensor([0, 1], dtype=torch.int32),
         "tables": Tables.empty(3, 8, 20, 4),
-        "hot": HotState.empty(3, 16),
-        "scratch": Scratch.empty(2, 8, 4, 16),
+        "hot": HotState.empty(3, 16, 32),
+        "scratch": Scratch.empty(2, 32, 16),
         "plan": CopyPlan.empty(8, 2),
         "out_rows": torch.zeros(2, 4, dtype=torch.int32),
         "stats": torch.zeros(4, dtype=torch.int64),
@@ -39,13 +39,16 @@ def arguments() -> dict[str, Any]:
         ({"stats": torch.zeros(3, dtype=torch.int64)}, r"stats\.shape"),
         ({"tables": Tables.empty(2, 8, 20, 4)}, r"tables\.page_table\.shape"),
         ({"tables": Tables.empty(3, 8, 20, 5)}, r"tables\.hot_pages\.shape"),
-        ({"hot": HotState.empty(3, 18)}, "device_buffer_size=18"),
-        ({"plan": CopyPlan.empty(7, 2)}, "plan.slots=7"),
+        ({"hot": HotState.empty(3, 18, 32)}, "device_buffer_size=18"),
+        ({"hot": HotState.empty(3, 16, 28)}, r"hot\.hints\.shape"),
+        ({"num_slots": -1}, "num_slots=-1"),
+        ({"num_slots": 2**31 - 1}, "num_slots=2147483647"),
+        ({"tables": Tables.empty(3, 2**18 + 1, 20, 4)}, "max_pages \\* page_size = 262145 \\* 4"),
+        ({"plan": CopyPlan.empty(7, 2)}, "plan.entries=7"),
         ({"plan": CopyPlan.empty(8, 1)}, "plan.starts=1"),
-        ({"scratch": Scratch.empty(1, 8, 4, 16)}, "scratch.stamps rows=1"),
-        ({"scratch": Scratch.empty(2, 7, 4, 16)}, "scratch.stamps columns=28"),
-        ({"scratch": Scratch.empty(2, 8, 4, 8)}, "scratch.order columns=8"),
-        ({"scratch": Scratch(*(x.expand(*x.shape) for x in Scratch.empty(2, 8, 4, 32)))._replace(
+        ({"scratch": Scratch.empty(1, 32, 16)}, "scratch.bitmap rows=1"),
+        ({"scratch": Scratch.empty(2, 32, 8)}, "scratch.slots columns=8"),
+        ({"scratch": Scratch.empty(2, 32, 32)._replace(
             order=torch.zeros(2, 64, dtype=torch.int16)[:, ::2])}, "must be contiguous"),
     ],
 )  # fmt: skip
@@ -82,36 +85,37 @@ def damage_lru(hot: HotState) -> None:
     hot.lru[1, 0] = 3
 
 
-def damage_key(hot: HotState) -> None:
-    hot.keys[1, 0] = 9
+def damage_hint(hot: HotState) -> None:
+    hot.hints[1, 0] = 16
 
 
 def damage_repeat(hot: HotState) -> None:
-    hot.keys[2, :2] = hot.positions[2, :2] = 9
+    hot.keys[2, :2] = 9
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(damage_lru, "permutations"), (damage_key, "without a position"), (damage_repeat, r"slots \[9\]")],
+    [(damage_lru, "permutations"), (damage_hint, r"hints span -1\.\.16"), (damage_repeat, r"slots \[9\]")],
 )
 def test_hot_state_damage_is_found(damage: Callable[[HotState], None], words: str) -> None:
-    hot = HotState.empty(3, 16)
+    hot = HotState.empty(3, 16, 32)
     hot.check_integrity()
     damage(hot)
     with pytest.raises(RuntimeError, match=words):
         hot.check_integrity()
     hot.reset(1)
     hot.reset(2)
+    hot.hints.fill_(-1)
     hot.check_integrity()
 
 
 def test_table_plan_and_scratch_damage_is_found() -> None:
-    tables, plan, scratch = Tables.empty(3, 8, 20, 4), CopyPlan.empty(8, 2), Scratch.empty(2, 8, 4, 16)
+    tables, plan, scratch = Tables.empty(3, 8, 20, 4), CopyPlan.empty(8, 2), Scratch.empty(2, 32, 16)
     for structure, tensor, value, words in (
         (tables, tables.page_table[0, :1], 20, r"0\.\.20"),
         (tables, tables.resident_page[2:4], 5, r"device pages \[5\]"),
         (tables, tables.hot_pages[1, :2], 5, r"request rows \[1\]"),
-        (scratch, scratch.stamps[1, 3:4], 1, "1 entries of scratch.stamps"),
+        (scratch, scratch.arrivals[1:], 1, "1 entries of scratch.arrivals"),
         (scratch, scratch.cursor, 1, "scratch.cursor"),
     ):
         structure.check_integrity()
