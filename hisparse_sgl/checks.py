@@ -35,9 +35,11 @@ def check_slots(slots: torch.Tensor, num_slots: int) -> None:
 def row_bytes(rows: torch.Tensor, num_slots: int, width: int) -> torch.Tensor:
     """``rows`` as uint8 [num_slots, width]; raises where it has another number of rows or bytes a row."""
     data = rows
-    if rows.ndim == 2:  # flat first: a view to bytes needs a last stride of 1, and a width of 1 may have any
+    if rows.ndim == 2:
         count, columns = rows.shape
-        data = rows.flatten().view(torch.uint8).view(count, columns * rows.dtype.itemsize)
+        # A view to bytes needs a last stride of 1; a dimension of size 1 may have any and count as contiguous.
+        flat = rows.contiguous().as_strided((rows.numel(),), (1,))
+        data = flat.view(torch.uint8).view(count, columns * rows.dtype.itemsize)
     if data.shape != (num_slots, width):
         raise ValueError(
             f"rows has shape {tuple(rows.shape)} of {rows.dtype}, the limit is {num_slots} rows of {width} "
