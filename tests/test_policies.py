@@ -116,3 +116,10 @@ def test_a_context_that_would_gain_nothing_is_given_no_hot_region() -> None:
     bench.forward("a", 1)
     assert not bench.coordinator.residency.relieve(1000, requests.values())
     assert requests["a"].hot_pages
+
+
+def test_an_admission_evicts_no_more_of_the_tree_than_it_lacks() -> None:
+    bench = Bench(context_len=44, host_pages=12)
+    bench.publish("a", [1] * 17)
+    assert isinstance(bench.pool.admit("b", [2] * 32), Admission)
+    assert bench.coordinator.tree.num_pages == 3
