@@ -50,7 +50,7 @@ class Step:
             max_requests=shape.batch,
         )
         self.host: HostPool = memory.open_pool(layout, config.host_pages)[0]
-        self.mirror = memory.fill_random(self.host.buffer, device)
+        self.mirror = memory.fill_random(self.host, device)
         sizes = Sizes.of(config, PAGE_SIZE)
         pool = DevicePool(layout, config.device_pages, config.host_pages, device, poison=True)
         self.runtime = Runtime(layout, config, sizes, self.host, pool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import psutil
@@ -73,13 +74,14 @@ def open_pool(layout: KVLayout, num_pages: int) -> tuple[HostPool, float]:
     return pool, time.perf_counter() - began
 
 
-def fill_random(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Random bytes in ``host``, uint8; the same bytes on ``device`` (on a CPU ``host`` itself)."""
+def fill_random(pool: HostPool, device: torch.device) -> torch.Tensor:
+    """Random bytes in the pool's buffer; the same bytes on ``device`` (on a CPU the buffer itself)."""
     generator = torch.Generator(device=device).manual_seed(0)
     if device.type != "cuda":
-        return host.random_(0, 256, generator=generator)
-    mirror = torch.empty(host.shape, dtype=torch.uint8, device=device)
+        return pool.buffer.random_(0, 256, generator=generator)
+    mirror = torch.empty(pool.buffer.shape, dtype=torch.uint8, device=device)
     for chunk in mirror.view(-1).view(torch.int64).split(1 << 27):
         chunk.random_(generator=generator)
-    host.copy_(mirror)
+    for start, stop in pairwise(pool.bounds):  # CUDA refuses a copy that crosses two registrations
+        pool.buffer.view(-1)[start:stop].copy_(mirror.view(-1)[start:stop])
     return mirror

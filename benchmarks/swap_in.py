@@ -48,7 +48,7 @@ class Pools:
                 self.refused[cell.pool] = str(error)
                 raise
             self.gib_per_second = self.pool.num_bytes / 2**30 / seconds
-            self.mirror = memory.fill_random(self.pool.buffer[0], self.device)
+            self.mirror = memory.fill_random(self.pool, self.device)[0]
             self.key = cell.pool
             self.memcpy_gbps = self._memcpy()
             print(

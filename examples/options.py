@@ -40,7 +40,7 @@ def parse(description: str | None, argv: list[str] | None = None) -> Options:
     the variable only once.
     """
     parser = _Parser(description=description, allow_abbrev=False)
-    parser.add_argument("--device-pages", type=int, default=64, help="pages of the device pool")
+    parser.add_argument("--device-pages", type=int, default=48, help="pages of the device pool")
     parser.add_argument("--hot-rows", type=int, default=48, help="rows of the hot region of a request")
     parser.add_argument("--page-size", type=int, default=16, help="tokens in a page")
     parser.add_argument("--requests", type=int, default=24, help="requests, two turns a conversation")
@@ -69,11 +69,11 @@ def _problem(chosen: argparse.Namespace) -> str | None:
             f"--hot-rows is {hot_rows}, the limit is a multiple of --page-size {page_size} from {least} to "
             f"{LARGEST_CONTEXT}; use {3 * least}"
         )
-    least = -(-LARGEST_CONTEXT // page_size) + hot_rows // page_size + SPARE_PAGES
+    least = 2 * hot_rows // page_size + SPARE_PAGES
     if not least <= chosen.device_pages <= 100_000:
         return (
-            f"--device-pages is {chosen.device_pages}, the limit is {least} to 100000 (a context of "
-            f"{LARGEST_CONTEXT} tokens and one hot region); use {least} or a little more"
+            f"--device-pages is {chosen.device_pages}, the limit is {least} to 100000 (two hot regions and a "
+            "tail); use 48 for contexts that lie on the device while they are prefilled"
         )
     if not 6 <= chosen.requests <= 1000:
         return f"--requests is {chosen.requests}, the limit is 6 to 1000; use 24"

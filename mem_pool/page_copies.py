@@ -13,6 +13,7 @@ from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 
 Method = Literal["batch", "strided", "plain"]
+DEFAULT_STREAM = 0
 
 
 class Run(NamedTuple):
@@ -62,17 +63,20 @@ class PageCopies:
         """Copy the pages of `runs`, device to host or host to device."""
         if not runs:
             return
-        if self.method == "batch":
-            self._batch(runs, to_host)
-        elif self.method == "strided":
-            self._strided(runs, to_host)
-        else:
+        if self.method == "plain":
             self._plain(runs, to_host)
+            return
+        stream = torch.cuda.current_stream(self.device.buffer.device).cuda_stream
+        if self.method == "strided":
+            self._strided(runs, to_host, stream)
+        elif stream == DEFAULT_STREAM:
+            self._plain(runs, to_host)  # cudaMemcpyBatchAsync refuses this stream
+        else:
+            self._batch(runs, to_host, stream)
 
-    def _strided(self, runs: Sequence[Run], to_host: bool) -> None:
+    def _strided(self, runs: Sequence[Run], to_host: bool, stream: int) -> None:
         assert self.runtime is not None
         host, device = self.host.buffer, self.device.buffer
-        stream = torch.cuda.current_stream(device.device).cuda_stream
         layers, _, page_bytes = host.shape
         for run in runs:
             ours = (host.data_ptr() + run.host_page * page_bytes, host.stride(0))
@@ -80,10 +84,9 @@ class PageCopies:
             target, source = (ours, theirs) if to_host else (theirs, ours)
             self.runtime.copy_2d(*target, *source, run.num_pages * page_bytes, layers, to_host, stream)
 
-    def _batch(self, runs: Sequence[Run], to_host: bool) -> None:
+    def _batch(self, runs: Sequence[Run], to_host: bool, stream: int) -> None:
         assert self.runtime is not None
         host, device = self.host.buffer, self.device.buffer
-        stream = torch.cuda.current_stream(device.device).cuda_stream
         ours, theirs, sizes = pieces(runs, host, device, self.host.bounds)
         ours, theirs = ours + host.data_ptr(), theirs + device.data_ptr()
         target, source = (ours, theirs) if to_host else (theirs, ours)

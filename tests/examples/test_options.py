@@ -18,7 +18,7 @@ def _keep_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--page-size", "12"], "--page-size is 12, the limit is a power of two from 4 to 64; use 16"),
         (["--hot-rows", "40"], "--hot-rows is 40, the limit is a multiple of --page-size 16"),
         (["--hot-rows", "0"], "--hot-rows is 0, the limit is"),
-        (["--device-pages", "54"], "--device-pages is 54, the limit is 55 to 100000"),
+        (["--device-pages", "9"], "--device-pages is 9, the limit is 10 to 100000"),
         (["--requests", "2"], "--requests is 2, the limit is 6 to 1000; use 24"),
         (["--seed", "-1"], "--seed is -1, the limit is 0"),
         (["--seed", "x"], "argument --seed: invalid int value"),

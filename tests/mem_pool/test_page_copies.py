@@ -110,6 +110,16 @@ def test_every_method_copies_the_same(
         copies.copy([], True)
 
 
+def test_the_default_stream_takes_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    layout, fake = layout_of(ROWS[0]), FakeRuntime()
+    with HostPool(layout, HOST_PAGES, False) as host:
+        copies = PageCopies(host, DevicePool(layout, DEVICE_PAGES, HOST_PAGES, "cpu"))
+        copies.method, copies.runtime = "batch", fake  # type: ignore[assignment]
+        check(copies, [Run(1, 2, 3)], to_host=True)
+        assert fake.calls == 0
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.parts))
 def test_pieces_cross_no_bound(row: RowFormat) -> None:
     """Against a walk page by page."""
