@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,17 +89,16 @@ def snapshot(counters: Counters, coordinator: Coordinator) -> list[Metric]:
 
 def _device_pages(coordinator: Coordinator) -> dict[str, int]:
     leases, pages = coordinator.leases, coordinator.pages
-    counts = Counter(
-        pages.states[page].value for page in range(len(leases.resident_page)) if leases.is_pinned(page)
-    )
+    dirty, spilling = pages.num_dirty, len(pages.spill_ids)
+    restoring, hot = len(leases.restoring), len(leases.hot)
     return {
         "free": leases.pool.num_truly_free,
         "unpinned": leases.pool.num_unpinned,
-        "hot": len(leases.hot),
-        "dirty": counts["dirty"],
-        "spilling": counts["spilling"],
-        "clean": counts["durable"],
-        "restoring": counts["restoring"],
+        "hot": hot,
+        "dirty": dirty,
+        "spilling": spilling,
+        "clean": leases.num_in_use - hot - dirty - spilling - restoring,
+        "restoring": restoring,
     }
 
 

@@ -68,6 +68,11 @@ class Pages:
         self.spill_seconds = Histogram()
         self.restore_seconds = Histogram()
 
+    @property
+    def num_dirty(self) -> int:
+        """Pages that lack a spill; O(all pages), for metrics."""
+        return self.states.count(PageState.DIRTY)
+
     def is_durable(self, page: int) -> bool:
         return self.states[page] in (PageState.DURABLE, PageState.RESTORING)
 
