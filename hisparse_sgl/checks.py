@@ -37,7 +37,7 @@ def row_bytes(rows: torch.Tensor, num_slots: int, width: int) -> torch.Tensor:
     data = rows
     if rows.ndim == 2:
         count, columns = rows.shape
-        # A view to bytes needs a last stride of 1; a dimension of size 1 may have any and count as contiguous.
+        # A view to bytes needs a last stride of 1; a dimension of size 1 may have any, and is contiguous.
         flat = rows.contiguous().as_strided((rows.numel(),), (1,))
         data = flat.view(torch.uint8).view(count, columns * rows.dtype.itemsize)
     if data.shape != (num_slots, width):
