@@ -289,7 +289,11 @@ class Coordinator:
         if self.admission.is_hot(request.prompt_tokens):
             self.residency.give_hot(request)
         self.residency.promise(request, -(-request.prompt_tokens // self.page_size) - len(pages))
-        self.residency.pin(request)
+        try:
+            self.residency.pin(request)
+        except BaseException:  # a restore that cannot start: the request was never here
+            self._drop(request)
+            raise
         self.deltas.page_runs.append((request.row, 0, list(pages)))
         return request
 

@@ -148,7 +148,10 @@ class Pages:
         self._take_off("spill", pages, transfer_id)
 
     def restore(self, pages: list[int]) -> None:
-        """Lease device pages for durable host-only pages and start to copy them, in one transfer."""
+        """Lease device pages for durable host-only pages and start to copy them, in one transfer.
+
+        When it cannot start, the pages are host-only as before.
+        """
         if not pages:
             return
         copies = []
@@ -156,8 +159,15 @@ class Pages:
             assert self.states[page] is PageState.DURABLE, (page, self.states[page])
             copies.append(PageCopy(page, self.lease(page, readable=False)))
             self.states[page] = PageState.RESTORING
+        try:
+            transfer_id = self.transfers.restore(copies)
+        except BaseException:
+            for page in pages:
+                self.states[page] = PageState.DURABLE
+                self.leases.drop(page)
+            raise
         # The lease's own pin is the one that the transfer holds.
-        self._take_off("restore", pages, self.transfers.restore(copies), pin=False)
+        self._take_off("restore", pages, transfer_id, pin=False)
 
     def _take_off(self, kind: str, pages: list[int], transfer_id: int, pin: bool = True) -> None:
         self.allocator.share(pages)

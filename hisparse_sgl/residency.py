@@ -46,7 +46,12 @@ class Residency:
         for page in present:
             self.leases.pin(page)
         missing = [page for page in wanted if not self.leases.device_page_of(page)]
-        self.pages.restore(missing)
+        try:
+            self.pages.restore(missing)
+        except BaseException:
+            for page in present:
+                self.leases.unpin(page)
+            raise
         for page in missing:
             self.leases.pin(page)
         request.pin_start = first

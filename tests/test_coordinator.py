@@ -166,6 +166,26 @@ def test_tables_that_could_not_be_brought_up_to_date_are_so_at_the_next_try() ->
     assert tables.page_table[0, :4].tolist() == bench.coordinator.requests["a"].pages
 
 
+def test_an_admission_whose_restore_cannot_start_leaves_nothing_behind() -> None:
+    bench = Bench()
+    tokens = list(range(13))
+    bench.publish("a", tokens)
+    [last, *_] = reversed([node.page for node in bench.coordinator.tree.nodes.values()])
+    bench.push_out()
+    bench.pool.admit("b", tokens[:5])  # one page of the prefix is on the device again
+    bench.land()
+    bench.pool.abort("b")
+    fail_once(bench.transfers, "restore")
+    with pytest.raises(MemoryError):
+        bench.pool.admit("c", tokens)
+    bench.pool.check_integrity()
+    assert not bench.coordinator.requests
+    assert not bench.coordinator.leases.device_page_of(last)
+    assert bench.pool.admit("c", tokens) == Admission(12, 4)
+    bench.land()
+    bench.forward("c", 1)
+
+
 def test_a_request_ends_after_the_copies_into_its_hot_region(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     calls: list[str] = []
