@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from operator import index
 
+import numpy as np
 import torch
 
 from hisparse_sgl.kernels.backend import check_tensor
+from hisparse_sgl.radix.page_hash import TokenIds
 
 SLOT_DTYPES = (torch.int32, torch.int64)
 
@@ -19,6 +23,25 @@ def whole(field: str, value: object) -> int:
         raise ValueError(
             f"{field} is {value!r}, the limit is a whole number: convert it with int()"
         ) from None
+
+
+def request_id(rid: object) -> str:
+    """``rid`` itself, if it is a string."""
+    if not isinstance(rid, str):
+        raise ValueError(f"rid is {rid!r}, the limit is a string: use str(rid)")
+    return rid
+
+
+def tokens(token_ids: object) -> TokenIds:
+    """``token_ids`` as what the page hashes take: a sequence or an array, on the CPU."""
+    if isinstance(token_ids, torch.Tensor):
+        return token_ids.cpu().numpy()
+    if not isinstance(token_ids, Sequence | np.ndarray | array):
+        raise ValueError(
+            f"token_ids is {type(token_ids).__name__}, the limit is a list, array or tensor of integers: "
+            "convert it with list()"
+        )
+    return token_ids
 
 
 def check_slots(slots: torch.Tensor, num_slots: int) -> None:

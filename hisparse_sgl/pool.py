@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from hisparse_sgl.audit import count_mismatches
-from hisparse_sgl.checks import check_slots, row_bytes, whole
+from hisparse_sgl.checks import check_slots, request_id, row_bytes, tokens, whole
 from hisparse_sgl.config import HiSparseConfig, Sizes
 from hisparse_sgl.coordinator import Coordinator
 from hisparse_sgl.integrity import check_integrity
@@ -104,7 +103,7 @@ class HiSparsePool:
         """
         self._check_open()
         self._check_between_steps("admit")
-        return self.coordinator.admit(rid, _on_cpu(token_ids), extra_key)
+        return self.coordinator.admit(request_id(rid), tokens(token_ids), extra_key)
 
     def extend(self, rid: str, n: int) -> torch.Tensor | Deferred:
         """Slots int32 [n] on the device for the next ``n`` tokens of a request."""
@@ -118,7 +117,7 @@ class HiSparsePool:
     def append_tokens(self, rid: str, token_ids: TokenIds) -> None:
         """Tell the pool which tokens were generated, so that their pages can be published."""
         self._check_open()
-        self.coordinator.append_tokens(rid, _on_cpu(token_ids))
+        self.coordinator.append_tokens(rid, tokens(token_ids))
 
     def rewind(self, rid: str, num_tokens: int) -> None:
         """Take back all tokens of a request after the first ``num_tokens`` (rejected drafts)."""
@@ -376,7 +375,3 @@ class HiSparsePool:
                 f"one of {sorted(self.group_ids)}"
             )
         return self.group_ids[layer]
-
-
-def _on_cpu(token_ids: Any) -> TokenIds:
-    return token_ids.cpu().numpy() if isinstance(token_ids, torch.Tensor) else token_ids

@@ -270,6 +270,18 @@ def test_rows_of_any_dtype_with_the_right_bytes(pool: HiSparsePool) -> None:
     assert pool.rows(0)[row].view(torch.bfloat16).tolist() == [1.0] * 8
 
 
+@pytest.mark.parametrize("token_ids", [None, 7, {1: 2}, {1, 2}, iter([1, 2])], ids=str)
+def test_tokens_of_a_wrong_type(idle: HiSparsePool, token_ids: Any) -> None:
+    words = ("token_ids is", "the limit is a list", "convert")
+    check_refused(idle, lambda p: p.admit("q", token_ids), words)
+    check_refused(idle, lambda p: p.append_tokens("r", token_ids), words)
+
+
+@pytest.mark.parametrize("rid", [7, None, ["r"]])
+def test_a_request_id_that_is_no_string(idle: HiSparsePool, rid: Any) -> None:
+    check_refused(idle, lambda p: p.admit(rid, [1]), ("rid is", "the limit is a string", "use str(rid)"))
+
+
 def test_rows_of_one_column_with_any_stride(pool: HiSparsePool) -> None:
     column = torch.as_strided(torch.arange(1), (1, 1), (1, 0))
     pool.write_index(0, pool.page_table(["r"])[0, 3:4] * 4, column)
