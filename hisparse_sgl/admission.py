@@ -34,10 +34,12 @@ class AdmissionControl:
 
     def check_prompt(self, prompt_tokens: int) -> None:
         """Raise ``ValueError`` for a prompt that this pool can never hold."""
-        if not 1 <= prompt_tokens <= self.config.context_len:
+        if prompt_tokens < 1:
+            raise ValueError("token_ids is empty, the limit is at least 1 token: pass the prompt")
+        if prompt_tokens > self.config.context_len:
             raise ValueError(
-                f"token_ids holds {prompt_tokens} tokens, it must be between 1 and context_len "
-                f"{self.config.context_len}: shorten the prompt or raise context_len"
+                f"token_ids holds {prompt_tokens} tokens, the limit is context_len {self.config.context_len}"
+                ": shorten the prompt or raise context_len"
             )
 
     def is_hot(self, prompt_tokens: int) -> bool:

@@ -8,8 +8,10 @@ ACTIVE_TAIL_PAGES = 2
 """Pages at the end of a running request that are never unpinned (rule 4)."""
 
 MAX_HOT_ROWS = 32768
-MAX_CONTEXT = 1 << 20
 """Hot rows a request: the order is kept in int16."""
+
+MAX_CONTEXT = 1 << 20
+"""Tokens a request: one kernel program scans a bit for each position."""
 
 KERNELS = ("auto", "triton", "reference", "interpreter")
 EVICTION_POLICIES = ("lru", "lfu")

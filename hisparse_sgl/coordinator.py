@@ -236,7 +236,11 @@ class Coordinator:
 
     def _check_growth(self, request: Request, n: int) -> None:
         most = self.config.context_len
-        if n < 1 or request.num_tokens + n > most:
+        if n < 1:
+            raise ValueError(
+                f"n is {n} for rid {request.rid!r}, the limit is at least 1: extend by new tokens"
+            )
+        if request.num_tokens + n > most:
             raise ValueError(
                 f"n is {n} for rid {request.rid!r} with {request.num_tokens} tokens, the limit is "
                 f"{most - request.num_tokens} (context_len {most}): finish the request or raise context_len"

@@ -13,7 +13,7 @@ UNDURABLE = (PageState.DIRTY, PageState.SPILLING)
 
 
 def check_integrity(coordinator: Coordinator) -> None:
-    """Raise ``RuntimeError`` naming the first invariant of design.md section 2 that does not hold."""
+    """Raise ``RuntimeError`` naming the first invariant of docs/design.md that does not hold."""
     coordinator.allocator.check_integrity()
     coordinator.leases.check_integrity()
     coordinator.gate.check_integrity()

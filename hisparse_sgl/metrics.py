@@ -1,4 +1,4 @@
-"""What a pool counts, under the Prometheus names of design.md section 9."""
+"""What a pool counts, under its Prometheus names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a page (design.md section 3): written, spilled, durable, restored, freed."""
+"""The life of a page: written, spilled, durable, restored, freed."""
 
 from __future__ import annotations
 

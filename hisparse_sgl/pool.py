@@ -94,6 +94,7 @@ class HiSparsePool:
             )
             opened.pop_all()
         self._step: list[Request] = []
+        self._written: set[int] = set()  # layers that the open step wrote
         self._deltas: list[Deltas] = []  # taken from the coordinator and not applied yet
 
     def admit(self, rid: str, token_ids: TokenIds, extra_key: ExtraKey = None) -> Admission | Deferred:
@@ -132,6 +133,8 @@ class HiSparsePool:
         the step as well.
         """
         self._check_open()
+        if isinstance(rids, str):
+            raise ValueError(f"rids is {rids!r}, the limit is a list of request ids: use [{rids!r}]")
         if len(set(rids)) != len(rids):
             raise ValueError(f"rids {list(rids)} name a request twice: name each once")
         if not 1 <= whole("query_rows", query_rows) <= self.config.query_rows:
@@ -150,6 +153,7 @@ class HiSparsePool:
         self._apply()
         self.runtime.set_batch([request.row for request in requests], query_rows)
         self.coordinator.begin_step(requests)
+        self._written = set()
         self._step = requests
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -177,6 +181,7 @@ class HiSparsePool:
             target = row_view(self.device_pool.layer(layer), fmt, part)
             target[where // fmt.page_size, where % fmt.page_size] = data[:, start : start + width]
             start += width
+        self._written.add(layer)
 
     def write_index(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write indexer rows of new tokens; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
@@ -235,8 +240,16 @@ class HiSparsePool:
         return self.device_pool.rows(layer, torch.uint8)
 
     def step_done(self) -> None:
-        """The forward is over: mirror its rows, take in completed copies, publish, unpin."""
+        """The forward is over: mirror its rows, take in completed copies, publish, unpin.
+
+        Raises:
+            ValueError: ``write`` wrote some layers of the step and not the others, whose rows would be
+                published unwritten. The step stays open. (An engine that writes by itself is not looked at.)
+        """
         self._check_open()
+        missing = sorted(set(range(self.layout.host_group.num_layers)) - self._written)
+        if self._step and self._written and missing:
+            raise ValueError(f"step_done was called with layers {missing} unwritten: write every layer first")
         step, self._step = self._step, []
         self.runtime.join()
         self.coordinator.step_done(step)
@@ -308,7 +321,7 @@ class HiSparsePool:
         return self.coordinator.pages.peak_in_use
 
     def metrics(self) -> list[Metric]:
-        """All series of design.md section 9. Reads the device."""
+        """All series, as docs/metrics.md lists them. Reads the device."""
         return snapshot(self.counters, self.coordinator)
 
     def audit(self) -> int:

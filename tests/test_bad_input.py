@@ -90,7 +90,8 @@ def pool() -> Iterator[HiSparsePool]:
         slots = pool.extend("r", 3)
         assert isinstance(slots, torch.Tensor)
         pool.begin_step(["r", "hot"])
-        pool.write(0, slots, zeros(3))
+        for layer in range(pool.layout.host_group.num_layers):
+            pool.write(layer, slots, zeros(3))
         yield pool
 
 
@@ -137,11 +138,11 @@ def test_the_snapshot_sees_every_kind_of_change(pool: HiSparsePool) -> None:
     ("call", "words"),
     [
         (lambda p: p.admit("q", list(range(25))), ("token_ids holds 25", "context_len 24", "shorten")),
-        (lambda p: p.admit("q", []), ("token_ids holds 0", "between 1 and", "shorten")),
+        (lambda p: p.admit("q", []), ("token_ids is empty", "at least 1", "pass the prompt")),
         (lambda p: p.admit("r", [1]), ("rid 'r' is running", "finish", "use another id")),
         (lambda p: p.extend("r", 12), ("n is 12", "the limit is 11", "raise context_len")),
-        (lambda p: p.extend("r", 0), ("n is 0", "the limit is 11")),
-        (lambda p: p.extend("r", -1), ("n is -1", "the limit is 11")),
+        (lambda p: p.extend("r", 0), ("n is 0", "the limit is at least 1")),
+        (lambda p: p.extend("r", -1), ("n is -1", "the limit is at least 1")),
         (lambda p: p.extend("r", 1.0), ("n is 1.0", "whole number", "convert")),
         (lambda p: p.append_tokens("r", [1] * 12), ("to 25 tokens", "context_len 24", "finish")),
         (lambda p: p.admit("q", [1], 1.5), ("extra_key=1.5", "float", "use str")),
@@ -310,6 +311,16 @@ def test_slots_that_are_not_resident(pool: HiSparsePool) -> None:
     free = next(page for page in range(1, 20) if not pool.coordinator.leases.is_resident(page)) * 4
     words = (f"slots has [{free}]", "the limit is slots on resident pages", "after begin_step")
     check_refused(pool, lambda p: p.write(0, ints(free), zeros(1)), words)
+
+
+def test_a_step_with_an_unwritten_layer(idle: HiSparsePool) -> None:
+    slots = idle.extend("r", 1)
+    assert isinstance(slots, torch.Tensor)
+    idle.begin_step(["r"])
+    idle.write(0, slots, zeros(1))
+    check_refused(idle, lambda p: p.step_done(), ("step_done", "layers [1] unwritten", "write every layer"))
+    idle.write(1, slots, zeros(1))
+    idle.step_done()
 
 
 def test_slots_before_begin_step_are_not_resident(pool: HiSparsePool) -> None:
