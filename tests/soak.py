@@ -15,7 +15,8 @@ import traceback
 from random import Random
 
 import torch
-from driver import ACTIONS, Driver
+from driver import Driver
+from random_pools import ACTIONS
 
 CHUNK = 1000
 PROGRESS_SECONDS = 10.0

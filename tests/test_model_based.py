@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from driver import ACTIONS, Driver
+from driver import Driver
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from random_pools import ACTIONS
 
 SEEDS = st.integers(0, 2**32 - 1)
 

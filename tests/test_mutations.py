@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from driver import ACTIONS, Driver
+from driver import Driver
+from random_pools import ACTIONS
 
 from hisparse_sgl import coordinator, runtime
 from hisparse_sgl.coordinator import Coordinator

@@ -6,8 +6,9 @@ from random import Random
 
 import pytest
 import torch
-from driver import ACTIONS, Driver
+from driver import Driver
 from late_transfers import LateTransfers
+from random_pools import ACTIONS
 from stream_transfers import StreamTransfers
 
 from hisparse_sgl.transfers import Transfers
