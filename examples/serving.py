@@ -65,6 +65,10 @@ def serve(config: Any, options: Options) -> int:
         backend = choose(pool.rows(0), None if options.kernels == "auto" else options.kernels)
     facts["kernels"] = f"{backend} on {options.device}, {options.dtype}"
     console.print(_table(config.model_type, facts))
+    console.print(
+        "An aborted answer is compared up to its abort. Random weights select rows at random, so the hot hit "
+        "rate is low; full residency would keep every page in use, cached prefixes included, on the device."
+    )
     missing = [name for name in _MUST_OCCUR if facts[name] == 0]
     if missing:
         console.print(f"did not happen: {', '.join(missing)}; lower --device-pages or raise --requests")
