@@ -5,6 +5,7 @@ Exit codes: 0 as wanted, 1 a finding, 2 bad input. Bad input is one line with pl
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -39,10 +40,18 @@ def run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(build_app())
     try:
         code = command.main(list(arguments) or ["--help"], prog_name="hisparse-sgl", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except typer.Abort:
         return refuse("interrupted")
     except ValueError as error:
         return refuse(str(error))
+    except BrokenPipeError:  # whoever read standard output has left; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        place = error.filename or "standard output"
+        return refuse(f"{place}: {error.strerror}; give a place that can be written")
     except Exception as error:
         # Not a class of typer: its releases up to 0.15 raise those of click, later ones their own copy.
         message = getattr(error, "format_message", None)
@@ -67,3 +76,7 @@ def refuse(message: str) -> int:
     """Print one line on standard error and return the exit code of bad input."""
     print("hisparse-sgl: error: " + " ".join(message.split()), file=sys.stderr)
     return BAD_INPUT
+
+
+if __name__ == "__main__":
+    main()

@@ -129,3 +129,35 @@ def test_a_plan_needs_no_torch() -> None:
     )
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_standard_output_that_cannot_be_written_is_bad_input() -> None:
+    code = "from hisparse_sgl.cli import main; main()"
+    command = [sys.executable, "-c", code, "config", *FITS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"hisparse-sgl: error: standard output: No space left on device")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    code = "from hisparse_sgl.cli import main; main()"
+    command = [sys.executable, "-c", code, "config", *FITS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment, check=False)
+    os.close(writer)
+    assert done.stderr == b""
+
+
+def test_brackets_in_the_name_of_a_model_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "[b]m"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BUILT_IN["glm-5.3"].config))
+    assert run(["plan", str(folder), *FITS[1:]]) == 0
+    assert "[b]m: one engine" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -177,13 +178,14 @@ def load_model(name: str) -> ModelShape:
     if key:
         return BUILT_IN[key].shape(key)
     path = Path(name)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not os.path.exists(path):  # Path.exists raises for a name that is too long
         known = ", ".join(sorted([*BUILT_IN, *ALIASES]))
         raise ValueError(
             f"MODEL is {name}: no file and no built-in model; give a config.json or one of {known}"
         )
+    values = read_config(path)
     folder = path if path.is_dir() else path.parent
-    return model_shape(read_config(path), folder.resolve().name or name, name)
+    return model_shape(values, folder.resolve().name or name, name)
 
 
 def _plan(

@@ -36,8 +36,9 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: no such file, not a plain file, more than 1 MiB (never read), not a JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{file}: not a plain file: give the path of a config.json")
@@ -53,7 +54,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{file}: {error.strerror}: give the path of a config.json or a built-in name"
         ) from None
     try:
-        values = json.loads(data.decode("utf-8"))
+        values = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         where = f"line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "it"
         raise ValueError(f"{file}: {where} is not JSON text: give the config.json of a model") from None

@@ -10,6 +10,7 @@ from hisparse_sgl.capacity.model import KV_DTYPES, ModelShape
 GIB = 1 << 30
 GB = 10**9
 MAX_COUNT = 10**9
+MIN_AMOUNT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def check_whole(option: str, value: int) -> None:
 
 
 def check_positive(option: str, value: float) -> None:
-    if not (math.isfinite(value) and 0 < value <= MAX_COUNT):
-        raise ValueError(f"{option} is {value}, it must be over 0 and at most {MAX_COUNT}: correct it")
+    if not MIN_AMOUNT <= value <= MAX_COUNT:
+        raise ValueError(f"{option} is {value}, it must be in {MIN_AMOUNT:f}..{MAX_COUNT}: correct it")
 
 
 def _divisors(number: int) -> str:

@@ -129,10 +129,13 @@ def as_json(plan: Plan) -> str:
 
 def as_table(plan: Plan) -> Table:
     """The figures as a table for people."""
+    from rich.markup import escape
     from rich.table import Table
 
     data = figures(plan)
-    table = Table(title=f"{data['model']['name']}: one engine of {plan.machine.tp} GPUs, figures a GPU")
+    table = Table(
+        title=f"{escape(data['model']['name'])}: one engine of {plan.machine.tp} GPUs, figures a GPU"
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     for section, rows in (

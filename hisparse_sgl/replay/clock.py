@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from hisparse_sgl.transfer_queue import Completion, PageCopy
 
 GB = 1e9
+MIN_RATE, MAX_RATE = 1e-6, 1e12
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,11 @@ class Rates:
         may_be_zero = ("decode_request_ms", "swap_step_ms", "copy_us", "hot_hit_rate")
         for each in fields(self):
             value = getattr(self, each.name)
-            if not (0 <= value < 1e12) or (value == 0 and each.name not in may_be_zero):
-                raise ValueError(f"{each.name} is {value}, it must be a positive number: correct it")
+            least = 0 if each.name in may_be_zero else MIN_RATE
+            if not least <= value <= MAX_RATE:
+                raise ValueError(
+                    f"{each.name} is {value}, it must be a number in {least}..{MAX_RATE:g}: correct it"
+                )
         if self.hot_hit_rate > 1:
             raise ValueError(
                 f"hot_hit_rate is {self.hot_hit_rate}, the limit is 1: give a share such as 0.85"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ def replay(
 ) -> None:
     """Serve a trace of requests on a simulated GPU with a given host and device pool.
 
-    Exit code 1: a request is too long for the pools; standard error says how many.
+    Exit code 1: a request is too long for the device pool; standard error says how many.
 
     \b
     Example:
@@ -75,7 +76,7 @@ def replay(
     _write(outcome, output, plots, html)
     refused = outcome["result"].get("refused_requests", 0)
     if refused:
-        print(f"hisparse-sgl: {refused} requests do not fit: raise the device or host pool", file=sys.stderr)
+        print(f"hisparse-sgl: {refused} requests do not fit: raise the device pool", file=sys.stderr)
         raise typer.Exit(FINDING)
 
 
@@ -101,9 +102,11 @@ def _prepare(plots: Path | None, html: Path | None) -> None:
     """Refuse a place that cannot be written before the work is done, not after."""
     if (plots or html) and find_spec("matplotlib") is None:
         raise ValueError("--plots and --html need matplotlib: pip install 'hisparse-sgl[tools]'")
-    if html and not html.parent.is_dir():
+    if html and not os.path.isdir(html.parent):
         raise ValueError(f"--html is {html}: there is no folder {html.parent}; make it first")
-    if plots and plots.exists() and not plots.is_dir():
+    if html and os.path.isdir(html):
+        raise ValueError(f"--html is {html}: that is a folder; give a file")
+    if plots and os.path.exists(plots) and not os.path.isdir(plots):
         raise ValueError(f"--plots is {plots}: that is a file; give a folder")
 
 
@@ -124,10 +127,18 @@ def _setup(given: Mapping[str, Any]) -> Setup:
 
 def _size(option: str, gib: float, pages: str | None) -> Size:
     if pages is None:
-        return Size(gib=gib)
+        return _checked(f"{option}-gib", gib=gib)
     if pages == "unlimited":
         return Size()
-    return Size(pages=_numbers(f"{option}-pages", pages, int, "a number of pages or 'unlimited'")[0])
+    option += "-pages"
+    return _checked(option, pages=_numbers(option, pages, int, "a number of pages or 'unlimited'")[0])
+
+
+def _checked(option: str, gib: float | None = None, pages: int | None = None) -> Size:
+    try:
+        return Size(gib, pages)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def _sweeps(given: Mapping[str, Any]) -> Sweeps:
@@ -135,11 +146,13 @@ def _sweeps(given: Mapping[str, Any]) -> Sweeps:
     unknown = [name for name in policies if name not in EVICTION_POLICIES]
     if unknown:
         raise ValueError(f"--sweep-policy has {unknown[0]!r}: use some of {', '.join(EVICTION_POLICIES)}")
-    return Sweeps(
-        host_gib=_numbers("--sweep-host-gib", given["sweep_host"], float, "GiB with commas between"),
-        device_pages=_numbers("--sweep-device", given["sweep_device"], int, "pages with commas between"),
-        policies=policies,
-    )
+    hosts = _numbers("--sweep-host-gib", given["sweep_host"], float, "GiB with commas between")
+    devices = _numbers("--sweep-device", given["sweep_device"], int, "pages with commas between")
+    for gib in hosts:
+        _checked("--sweep-host-gib", gib=gib)
+    for pages in devices:
+        _checked("--sweep-device", pages=pages)
+    return Sweeps(hosts, devices, policies)
 
 
 def _numbers(option: str, text: str | None, kind: Callable[[str], Any], wanted: str) -> tuple[Any, ...]:
@@ -218,9 +231,11 @@ def _write(outcome: dict[str, Any], output: o.Format, plots: Path | None, html: 
         if html:
             html.write_text(report.to_html(outcome, images), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; give a place that can be written") from None
+        raise ValueError(
+            f"{error.filename or html}: {error.strerror}; give a place that can be written"
+        ) from None
     if output is o.Format.json:
-        sys.stdout.write(report.to_json(outcome))
+        print(report.to_json(outcome), end="")
     else:
         from rich.console import Console
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 MAX_LINE_BYTES = 4 << 20
 """Three times a prompt of 1 M tokens in blocks of 16 with ids of 20 digits."""
 
+MAX_BLANK_LINES = 100_000
+
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -22,23 +24,29 @@ class TraceError(ValueError):
 @contextmanager
 def open_trace(path: str) -> Iterator[io.BufferedIOBase]:
     """The bytes of a trace; ``-`` is standard input. Content decides about gzip, not the name."""
+    if path == "-" and sys.stdin is None:
+        raise TraceError("<stdin>: it is closed; give the path of a JSONL trace, or pipe one in")
     try:
         raw = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+        assert isinstance(raw, io.BufferedReader)
+        magic = raw.peek(2)[:2]
     except OSError as error:
         raise TraceError(
             f"{path}: {error.strerror}; give the path of a JSONL trace, or - for stdin"
         ) from None
     try:
-        assert isinstance(raw, io.BufferedReader)
-        yield gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == GZIP_MAGIC else raw
+        yield gzip.GzipFile(fileobj=raw) if magic == GZIP_MAGIC else raw
     finally:
         if path != "-":
             raw.close()
 
 
 def numbered_lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line) of each line that is not blank; ``TraceError`` for one that is too long."""
-    number = 0
+    """(line number from 1, line) of each line that is not blank; ``TraceError`` for one that is too long.
+
+    The same for very many blank ones: a file of line ends that a small gzip file unpacks to.
+    """
+    number = blank = 0
     while True:
         number += 1
         try:
@@ -57,4 +65,12 @@ def numbered_lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, 
                 "trace; give a file with one request a line"
             )
         if line.strip():
+            blank = 0
             yield number, line
+            continue
+        blank += 1
+        if blank > MAX_BLANK_LINES:
+            raise TraceError(
+                f"{name}:{number}: more than {MAX_BLANK_LINES:,} blank lines follow each other, so this is "
+                "no JSONL trace; give a file with one request a line"
+            )

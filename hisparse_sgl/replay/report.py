@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 Row = tuple[str, str]
@@ -30,17 +31,17 @@ img { max-width: 100%; height: auto } .scroll { overflow-x: auto }
 
 def to_json(outcome: Outcome) -> str:
     """The outcome as text; equal outcomes give equal bytes."""
-    return json.dumps(outcome, indent=2) + "\n"
+    return json.dumps(outcome, indent=2, allow_nan=False) + "\n"
 
 
 def print_tables(outcome: Outcome, console: Console) -> None:
     """The outcome for people."""
     for title, rows in _sections(outcome):
         table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(justify="right")
+        table.add_column(overflow="fold")
+        table.add_column(justify="right", overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape_markup, row))
         console.print(table)
     for sweep, results in outcome["sweeps"].items():
         table = Table(
@@ -48,7 +49,7 @@ def print_tables(outcome: Outcome, console: Console) -> None:
         )
         header, *body = _grid(results)
         for name in header:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right", overflow="fold")
         for line in body:
             table.add_row(*line)
         console.print(table)

@@ -47,6 +47,11 @@ class Sequences:
         shapes = map(self._shape, self.trace.requests)
         return max(prompt + answer for prompt, _, answer in shapes)
 
+    @property
+    def most_prompt_pages(self) -> int:
+        """Blocks of the longest prompt."""
+        return max(len(request.blocks) for request in self.trace.requests)
+
     def of(self, index: int) -> PageIds:
         """The page ids of request ``index``."""
         request = self.trace.requests[index]

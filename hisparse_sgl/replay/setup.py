@@ -11,6 +11,8 @@ from hisparse_sgl.replay.clock import Clock, Rates, SimulatedTransfers
 from hisparse_sgl.replay.sequences import Sequences
 
 GIB = 1 << 30
+MAX_PAGES = 1 << 24
+MAX_REQUESTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ class Size:
 
     def __post_init__(self) -> None:
         if self.gib is not None and not 0 < self.gib < 1 << 30:
-            raise ValueError(f"a size of {self.gib:g} GiB holds nothing: give a positive number of GiB")
+            raise ValueError(
+                f"a size of {self.gib:g} GiB holds nothing or has no end: "
+                f"give a number over 0 and below {1 << 30}"
+            )
         if self.pages is not None and self.pages < 1:
             raise ValueError(f"a size of {self.pages} pages holds nothing: give at least 1, or 'unlimited'")
 
@@ -78,6 +83,8 @@ class Setup:
             raise ValueError(
                 f"slowdown is {self.slowdown:g}, it must be positive: give 1 for the trace's pace"
             )
+        if self.max_requests > MAX_REQUESTS:
+            raise ValueError(f"max_requests is {self.max_requests}, the limit is {MAX_REQUESTS}: lower it")
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,12 @@ def _config(setup: Setup, sequences: Sequences, page_bytes: int) -> HiSparseConf
             f"the host pool holds {host} pages, the longest request of the trace has {longest}: "
             f"give at least {longest * page_bytes / GIB:.1f} GiB"
         )
+    for pool, pages in (("host", host), ("device", device or 0)):
+        if pages > MAX_PAGES:
+            raise ValueError(
+                f"the {pool} pool holds {pages} pages, a replay has at most {MAX_PAGES}: "
+                f"give at most {MAX_PAGES * page_bytes / GIB:.0f} GiB, or 'unlimited' pages"
+            )
     if device is None:
         # Twice the host pool: free pages never fall below the watermark that gives out hot regions.
         device = 2 * host + 4 * hot_pages + 16
@@ -137,6 +150,12 @@ def _config(setup: Setup, sequences: Sequences, page_bytes: int) -> HiSparseConf
         raise ValueError(
             f"the device pool holds {device} pages, two hot regions and a tail take {2 * hot_pages + 3}: "
             f"give at least {least:.2f} GiB"
+        )
+    most = device - hot_pages - 1  # a page is for the token left to compute
+    if not setup.timed and sequences.most_prompt_pages > most:
+        raise ValueError(
+            f"the device pool holds {device} pages, enough for a prompt of {most} without the clock, the "
+            f"longest has {sequences.most_prompt_pages}: raise --device-gib, or give --device-pages unlimited"
         )
     return HiSparseConfig(
         top_k=-(-model.top_k // block),

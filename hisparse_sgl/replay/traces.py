@@ -125,7 +125,8 @@ class TraceReader:
         if value is None and not dialect.timed:
             return before
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-            raise ValueError(f"timestamp is {value!r}; give a number of at least 0")
+            shown = "missing" if "timestamp" not in record else repr(value)[:40]
+            raise ValueError(f"timestamp is {shown}; give a number from 0 to 1e15")
         seconds = value / dialect.ticks_per_second
         if seconds < before:
             raise ValueError(

@@ -148,3 +148,16 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         read_config(pipe)
     with pytest.raises(ValueError, match=r"no file and no built-in model; .* glm-5\.3"):
         load_model("glm-9")
+    for name in ("a" * 300, "a" * 300 + ".json"):
+        with pytest.raises(ValueError, match=r"no built-in model|File name too long"):
+            load_model(name)
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    with pytest.raises(ValueError, match="Too many levels of symbolic links"):
+        load_model(str(loop))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(GLM).encode())
+    assert read_config(file) == GLM

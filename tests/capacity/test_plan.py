@@ -127,6 +127,7 @@ def test_weights_that_do_not_fit_are_the_only_finding() -> None:
         ),
         ({"gpus": 0}, "--gpus is 0"),
         ({"hbm_gib": -1}, "--hbm-gib is -1"),
+        ({"hbm_gib": 1e-308}, "--hbm-gib is 1e-308, it must be in 0.000001..1000000000"),
         ({"mem_fraction": 1.5}, "--mem-fraction is 1.5"),
         ({"mem_fraction": float("nan")}, "--mem-fraction is nan"),
         ({"context": 0}, "--context is 0"),

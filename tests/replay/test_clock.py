@@ -31,6 +31,9 @@ def test_a_page_takes_its_bytes_and_one_copy_a_layer() -> None:
         ("copy_us", -1),
         ("hot_hit_rate", 1.1),
         ("copy_us", float("nan")),
+        ("gather_gb_s", 1e-308),
+        ("prefill_tokens", 1e-308),
+        ("decode_step_ms", float("inf")),
     ],
 )
 def test_a_rate_that_cannot_be_is_refused_by_name(field: str, value: float) -> None:

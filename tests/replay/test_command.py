@@ -141,12 +141,21 @@ def test_a_name_from_the_command_line_is_escaped_in_the_report(tmp_path: Path) -
         ([], "TRACE is missing"),
         (["missing.jsonl"], "missing.jsonl: No such file"),
         (["TRACE", "--demo"], "both given"),
-        (["TRACE", "--host-gib", "0"], "0 GiB holds nothing"),
+        (["TRACE", "--host-gib", "0"], "--host-gib: a size of 0 GiB holds nothing"),
+        (["TRACE", "--device-gib", "inf"], "--device-gib: a size of inf GiB"),
         (["TRACE", "--host-gib", "nan"], "nan GiB holds nothing"),
         (["TRACE", "--host-gib", "0.1"], "the longest request of the trace has"),
         (["TRACE", "--device-gib", "0.1"], "two hot regions and a tail take"),
         (["TRACE", "--device-pages", "many"], "--device-pages is 'many'"),
-        (["TRACE", "--host-pages", "-3"], "-3 pages holds nothing"),
+        (["TRACE", "--host-pages", "-3"], "--host-pages: a size of -3 pages holds nothing"),
+        (["TRACE", "--sweep-host-gib", "8,0"], "--sweep-host-gib: a size of 0 GiB"),
+        (["TRACE", "--sweep-device", "0"], "--sweep-device: a size of 0 pages"),
+        (["TRACE", "--device-pages", "9" * 20], "the device pool holds 99999999999999999999 pages"),
+        (["TRACE", "--host-pages", "9" * 20], "the host pool holds 99999999999999999999 pages"),
+        (
+            ["TRACE", "--device-pages", "20", "--no-clock"],
+            "20 pages, enough for a prompt of 11",
+        ),
         (["TRACE", "--sweep-host-gib", "8,,16"], "--sweep-host-gib is '8,,16'"),
         (["TRACE", "--sweep-host-gib", "0.1,64"], "the longest request of the trace has"),
         (["TRACE", "--sweep-device", "1.5"], "--sweep-device is '1.5'"),
@@ -158,12 +167,16 @@ def test_a_name_from_the_command_line_is_escaped_in_the_report(tmp_path: Path) -
         (["TRACE", "--hot-rows", "100"], "raise hot_rows"),
         (["TRACE", "--hot-rows", "100000"], "the limit is 32768"),
         (["TRACE", "--max-requests", "0"], "max_requests is 0"),
+        (["TRACE", "--max-requests", "9" * 20], "the limit is 1048576"),
         (["TRACE", "--slowdown", "0"], "slowdown is 0"),
         (["TRACE", "--limit", "0"], "--limit is 0"),
         (["TRACE", "--block-size", "64"], "hash_ids has"),
         (["TRACE", "--block-size", "0"], "--block-size is 0"),
         (["TRACE", "--dialect", "qwen"], ":1: hash_ids has"),
         (["TRACE", "--html", "no/such/folder/report.html"], "there is no folder no/such/folder"),
+        (["TRACE", "--html", "/"], "--html is /: that is a folder"),
+        (["TRACE", "--html", "/dev/full"], "/dev/full: No space left"),
+        (["TRACE", "--plots", "p" * 300, "--sweep-policy", "lru"], "File name too long"),
         (["TRACE", "--policy", "fifo"], "fifo"),
     ],
 )
@@ -190,6 +203,31 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path, capsys: pytest
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", "--help"]) == 0
     assert "hisparse-sgl replay trace.jsonl.gz" in capsys.readouterr().out
+
+
+def test_a_narrow_table_folds_its_values_and_cuts_none(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run(["replay", trace, "--sweep-policy", "lru,lfu"]) == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_brackets_in_a_name_are_shown_as_they_are(
+    trace: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "[bold]t.gz"
+    path.write_bytes(Path(trace).read_bytes())
+    assert run(["replay", str(path), "--limit", "2"]) == 0
+    assert "[bold]t.gz" in capsys.readouterr().out
+
+
+def test_the_longest_prompt_that_needs_no_clock(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    longest = max(len(record["hash_ids"]) for record in generate(120, 3, requests_per_second=10.0))
+    least = longest + Setup().model.hot_rows // 512 + 1
+    for pages, code in ((least, 0), (least - 1, 2)):
+        assert run(["replay", trace, "--no-clock", "--device-pages", str(pages)]) == code
+        capsys.readouterr()
 
 
 def test_sweeps_keep_all_else() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hisparse_sgl.replay.generator import generate, write_jsonl
-from hisparse_sgl.replay.lines import MAX_LINE_BYTES, TraceError
+from hisparse_sgl.replay.lines import MAX_BLANK_LINES, MAX_LINE_BYTES, TraceError
 from hisparse_sgl.replay.sequences import Sequences
 from hisparse_sgl.replay.traces import MAX_BAD_FIRST, Trace, read_trace
 
@@ -77,6 +77,7 @@ def test_gzip_is_seen_by_content_and_stdin_is_read(tmp_path: Path, monkeypatch: 
         ({"timestamp": -1}, "timestamp is -1"),
         ({"timestamp": float("nan")}, "timestamp is nan"),
         ({"timestamp": "5"}, "timestamp is '5'"),
+        ({"timestamp": "5" * 999}, f"timestamp is '{'5' * 39}; give"),
         ({"timestamp": 4}, "sort the trace by timestamp"),
         ({"hash_ids": [3]}, "hash_ids has 1 ids, input_length 1000 makes 2 blocks of 512"),
         ({"hash_ids": [3, 4, 5]}, "hash_ids has 3 ids"),
@@ -150,14 +151,23 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 50)[:-9])
     (tmp_path / "empty").write_bytes(b"\n\n")
+    (tmp_path / "blank.gz").write_bytes(gzip.compress(b"\n" * (MAX_BLANK_LINES + 9)))
     for path, words in [
         (tmp_path / "missing", "No such file"),
+        (Path("/proc/self/mem"), "Input/output error"),
+        (tmp_path / "blank.gz", f":{MAX_BLANK_LINES + 1}: more than 100,000 blank lines"),
         (tmp_path, "Is a directory"),
         (cut, "gzip data"),
         (tmp_path / "empty", "no request in it"),
     ]:
         with pytest.raises(TraceError, match=words):
             read_trace(str(path))
+
+
+def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(TraceError, match="it is closed"):
+        read_trace("-")
 
 
 def test_block_size_of_records_beats_the_option_and_is_needed(tmp_path: Path) -> None:
