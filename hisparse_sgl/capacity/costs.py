@@ -8,7 +8,8 @@ from hisparse_sgl.capacity.inputs import Workload
 from hisparse_sgl.capacity.model import PAGE_ROWS, ModelShape
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, MAX_HOT_ROWS
 
-HOT_ROW_STATE_BYTES = 10  # key and position int32, order int16
+HOT_ROW_STATE_BYTES = 6  # key int32, order int16
+POSITION_STATE_BYTES = 2  # hint int16: the hot row that a position was loaded into
 SELECTED_ROW_STATE_BYTES = 12  # source slot, destination row and answer, int32 each
 
 
@@ -23,7 +24,8 @@ class Costs:
     hot_rows: int
     hot_pages: int
     hot_region_bytes: int
-    hot_state_bytes: int
+    fixed_state_bytes: int  # hot state of one request beside its hints, all index groups
+    hint_page_bytes: int  # hints for one page of its context, all index groups
     window_bytes: int
     context_pages: int
     step_row_bytes: int  # rows that one request selects in one step, all layers
@@ -45,7 +47,8 @@ class Costs:
             hot_rows=hot_rows,
             hot_pages=hot_pages,
             hot_region_bytes=hot_pages * page.rows,
-            hot_state_bytes=len(group.index_groups) * state,
+            fixed_state_bytes=len(group.index_groups) * state,
+            hint_page_bytes=len(group.index_groups) * POSITION_STATE_BYTES * PAGE_ROWS,
             window_bytes=model.window_bytes(),
             context_pages=-(-workload.context // model.page_tokens),
             step_row_bytes=selected * group.num_layers * group.row.row_bytes,
@@ -55,6 +58,11 @@ class Costs:
     def page_device_bytes(self) -> int:
         """Device bytes that one host page costs."""
         return self.page_index_bytes + self.page_other_bytes
+
+    @property
+    def hot_state_bytes(self) -> int:
+        """Hot state of one request of the wanted context."""
+        return self.fixed_state_bytes + self.hint_page_bytes * self.context_pages
 
     @property
     def state_bytes(self) -> int:
@@ -78,7 +86,7 @@ class Costs:
         return (
             self.page_rows_bytes * self.device_pages_needed(requests, context_pages)
             + self.page_device_bytes * (1 + requests * context_pages)
-            + self.state_bytes * requests
+            + (self.fixed_state_bytes + self.hint_page_bytes * context_pages + self.window_bytes) * requests
         )
 
 
