@@ -30,23 +30,22 @@ class Deferred(NamedTuple):
     reason: str
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One running request. ``pages[pin_start:]`` are pinned on the device by this request."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class PagedRequest:
+    """Pages of one running request. ``pages[pin_start:]`` are pinned on the device by this request.
 
-    rid: str
+    ``num_settled`` counts the rows that finished forwards wrote; ``promised`` host pages are kept for the
+    part of the prompt whose pages are not handed out yet.
+    """
+
     row: int  # its row in the device tables
     order: int  # position in the order of admission
     prompt_tokens: int
-    hasher: PageHasher
-    publication: Publication
     pages: list[int]
-    num_tokens: int  # slots handed out
-    num_settled: int  # rows written by finished forwards
-    num_started: int = 0  # rows that the open step counts as written when it is over
+    num_settled: int
     pin_start: int = 0
     restoring: list[int] = field(default_factory=list)  # pinned pages whose bytes are on their way
-    promised: int = 0  # host pages of the prompt that are not handed out yet
+    promised: int = 0
     hot_pages: list[int] = field(default_factory=list)  # empty: fully resident
 
     @property
@@ -57,6 +56,17 @@ class Request:
     def promised_device(self) -> int:
         """Device pages kept for the rest of the prompt: none if it is computed out of a hot region."""
         return 0 if self.hot_pages else self.promised
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request(PagedRequest):
+    """One running request of the engine-neutral pool, with what it publishes."""
+
+    rid: str
+    hasher: PageHasher
+    publication: Publication
+    num_tokens: int  # slots handed out
+    num_started: int = 0  # rows that the open step counts as written when it is over
 
 
 @dataclass(slots=True)

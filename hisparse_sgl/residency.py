@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, Sizes
 from hisparse_sgl.mem_pool.leases import DeviceLeases
 from hisparse_sgl.pages import Pages
-from hisparse_sgl.requests import Deltas, Request
+from hisparse_sgl.requests import Deltas, PagedRequest
 
 
 class Residency:
@@ -30,7 +30,7 @@ class Residency:
         """Device pages that are free and promised to nobody."""
         return self.leases.num_free - self.promised
 
-    def first_needed(self, request: Request) -> int:
+    def first_needed(self, request: PagedRequest) -> int:
         """Index of the first page that the request must pin."""
         return max(0, len(request.pages) - ACTIVE_TAIL_PAGES) if request.hot_pages else 0
 
@@ -38,7 +38,7 @@ class Residency:
         """Free device pages that pinning these host pages takes: missing copies and unpinned ones."""
         return sum(not self.leases.is_pinned(page) for page in pages)
 
-    def pin(self, request: Request) -> None:
+    def pin(self, request: PagedRequest) -> None:
         """Pin what the request needs; missing pages start to be restored. The caller knows there is room."""
         first = self.first_needed(request)
         wanted = request.pages[first : request.pin_start]
@@ -57,12 +57,12 @@ class Residency:
         request.pin_start = first
         request.restoring = [page for page in request.pages[first:] if self.leases.is_restoring(page)]
 
-    def is_ready(self, request: Request) -> bool:
+    def is_ready(self, request: PagedRequest) -> bool:
         """Every page that the request needs on the device can be read there."""
         request.restoring = [page for page in request.restoring if self.leases.is_restoring(page)]
         return not request.restoring and request.pin_start <= self.first_needed(request)
 
-    def open_pages(self, request: Request, first: int) -> None:
+    def open_pages(self, request: PagedRequest, first: int) -> None:
         """Lease resident pages for ``request.pages[first:]``, just allocated, and trim the pins."""
         for page in request.pages[first:]:
             self.pages.open(page)
@@ -70,7 +70,7 @@ class Residency:
         self.promise(request, -min(request.promised, len(request.pages) - first))
         self._trim(request)
 
-    def relieve(self, target: int, requests: Iterable[Request]) -> bool:
+    def relieve(self, target: int, requests: Iterable[PagedRequest]) -> bool:
         """Give resident requests hot regions, largest context first, until ``target`` pages are available."""
         if self.available >= target:
             return True
@@ -81,7 +81,7 @@ class Residency:
             self.give_hot(request)
         return self.available >= target
 
-    def has_room(self, request: Request, pages: int) -> bool:
+    def has_room(self, request: PagedRequest, pages: int) -> bool:
         """Whether the request can take more pages. May give it a hot region.
 
         It is not to become one that must yield and cannot, because its region does not fit any more.
@@ -93,13 +93,13 @@ class Residency:
             self.give_hot(request)
         return self.available >= pages
 
-    def give_hot(self, request: Request) -> None:
+    def give_hot(self, request: PagedRequest) -> None:
         """Lease an empty hot region for a request; from now on only its tail is pinned."""
         request.hot_pages = self.pages.lease_hot(self.sizes.hot_pages)
         self.deltas.hot_regions[request.row] = request.hot_pages
         self._trim(request)
 
-    def promise(self, request: Request, pages: int) -> None:
+    def promise(self, request: PagedRequest, pages: int) -> None:
         """Keep more host pages for the rest of a prompt, and as many device pages if it is to lie there.
 
         They are available to nobody else. A negative number takes a promise back, or counts it as kept.
@@ -109,7 +109,7 @@ class Residency:
         if not request.hot_pages:
             self.promised += pages
 
-    def release(self, request: Request) -> None:
+    def release(self, request: PagedRequest) -> None:
         """Drop the pins, the hot region and the promise of a request that ends."""
         self._unpin(request, len(request.pages))
         self.promise(request, -request.promised)
@@ -118,7 +118,7 @@ class Residency:
             request.hot_pages = []
         self.deltas.hot_regions[request.row] = []
 
-    def cut(self, request: Request, count: int) -> list[int]:
+    def cut(self, request: PagedRequest, count: int) -> list[int]:
         """Take the request's pages from index ``count`` on away from it; the caller frees them."""
         gone = request.pages[count:]
         for page in reversed(request.pages[max(count, request.pin_start) :]):
@@ -128,17 +128,17 @@ class Residency:
         request.restoring = [page for page in request.restoring if page not in gone]
         return gone
 
-    def _can_yield(self, request: Request) -> bool:
+    def _can_yield(self, request: PagedRequest) -> bool:
         if request.hot_pages or request.prefilling or request.restoring:
             return False
         # A context of no more than a region and a tail would take more pages than it gives back.
         return len(request.pages) > self.sizes.hot_pages + ACTIVE_TAIL_PAGES
 
-    def _trim(self, request: Request) -> None:
+    def _trim(self, request: PagedRequest) -> None:
         if request.hot_pages:
             self._unpin(request, self.first_needed(request))
 
-    def _unpin(self, request: Request, end: int) -> None:
+    def _unpin(self, request: PagedRequest, end: int) -> None:
         # Last page first: it is reused first, and the head of a prefix is worth more than its tail.
         for page in reversed(request.pages[request.pin_start : end]):
             self.leases.unpin(page)
