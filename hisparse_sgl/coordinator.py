@@ -173,7 +173,7 @@ class Coordinator:
             if self.requests.get(request.rid) is request:
                 mirrored += self._settle(request, request.num_started)
         if self.config.eager_host_mirror:
-            self.pages.mirror(mirrored, self.page_size)
+            self.pages.mirror(mirrored)
         self.collect()
 
     def collect(self) -> None:
@@ -330,20 +330,9 @@ class Coordinator:
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def _settle(self, request: Request, end: int) -> list[int]:
-        """Seal the pages that the step filled; answers the slots whose rows are mirrored one by one."""
         start = request.num_settled
         request.num_settled = max(start, end)
-        mirrored: list[int] = []
-        for index in range(start // self.page_size, -(-end // self.page_size)):
-            page, first = request.pages[index], index * self.page_size
-            low, high = max(start, first), min(end, first + self.page_size)
-            if high - low == self.page_size:
-                self.pages.unmirrored.add(page)  # written in one go: one page copy instead of many rows
-            else:
-                mirrored += range(page * self.page_size + low - first, page * self.page_size + high - first)
-            if high == first + self.page_size:
-                self.pages.seal(page)
-        return mirrored
+        return self.pages.settle(request.pages, start, end)
 
     def _advance(self) -> None:
         self.pages.spill(self.sizes.spill_budget)

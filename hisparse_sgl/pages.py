@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -39,6 +39,9 @@ class Pages:
 
     Pins of a device page, all counted by ``leases``: one for each running request that needs it, one while
     the page is not durable, one for each transfer in flight. The last one to go unpins the page.
+
+    ``ordered_restores``: whoever reads the device waits for the restores started before, so a page counts as
+    readable as soon as its restore has started, and a restore that fails cannot be taken back.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Pages:
         eager_host_mirror: bool,
         on_lease: Callable[[list[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ordered_restores: bool = False,
     ) -> None:
         self.allocator = allocator
         self.leases = leases
@@ -59,6 +63,7 @@ class Pages:
         self.eager_host_mirror = eager_host_mirror
         self.on_lease = on_lease
         self.clock = clock
+        self.ordered_restores = ordered_restores
         self.states = [PageState.EMPTY] * num_pages
         self.unmirrored: set[int] = set()  # dirty pages of which the host lacks rows
         self.to_spill: OrderedDict[int, None] = OrderedDict()  # sealed dirty pages
@@ -120,10 +125,29 @@ class Pages:
         assert self.states[page] is PageState.DIRTY, (page, self.states[page])
         self.to_spill[page] = None
 
-    def mirror(self, slots: list[int], page_size: int) -> None:
+    def settle(self, pages: Sequence[int], start: int, end: int) -> list[int]:
+        """Rows [start, end) of a request with these pages are written: seal the pages that are full now.
+
+        Answers the slots whose rows are to be mirrored one by one.
+        """
+        size = self.allocator.page_size
+        mirrored: list[int] = []
+        for index in range(start // size, -(-end // size)):
+            page, first = pages[index], index * size
+            low, high = max(start, first), min(end, first + size)
+            if high - low == size:
+                self.unmirrored.add(page)  # written in one go: one page copy instead of many rows
+            else:
+                mirrored += range(page * size + low - first, page * size + high - first)
+            if high == first + size:
+                self.seal(page)
+        return mirrored
+
+    def mirror(self, slots: list[int]) -> None:
         """Copy freshly written rows of resident pages to the host."""
         if not slots:
             return
+        page_size = self.allocator.page_size
         pages = list(dict.fromkeys(slot // page_size for slot in slots))
         rows = [self.leases.device_page_of(s // page_size) * page_size + s % page_size for s in slots]
         try:
@@ -157,7 +181,7 @@ class Pages:
         copies = []
         for page in pages:
             assert self.states[page] is PageState.DURABLE, (page, self.states[page])
-            copies.append(PageCopy(page, self.lease(page, readable=False)))
+            copies.append(PageCopy(page, self.lease(page, readable=self.ordered_restores)))
             self.states[page] = PageState.RESTORING
         try:
             transfer_id = self.transfers.restore(copies)
@@ -219,10 +243,13 @@ class Pages:
             for page in flight.pages:
                 self.states[page] = PageState.DURABLE
                 self.counters.pages_restored += 1
-                self.leases.make_readable(page)
+                if not self.ordered_restores:
+                    self.leases.make_readable(page)
             self._let_go(flight.pages)
             return
         self.counters.restore_failures += 1
+        if self.ordered_restores:
+            raise RuntimeError(f"the restore of host pages {flight.pages} failed after they may have been read")
         wanted = [p for p in flight.pages if self.leases.pins(p) > 1]
         for page in set(flight.pages) - set(wanted):
             self.states[page] = PageState.DURABLE

@@ -37,15 +37,20 @@ class Lane:
         self.device = device
         self.record = record
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.behind: list[torch.cuda.Stream] = []
         self.pending: deque[tuple[int, Mark | None, tuple[torch.Tensor, ...]]] = deque()
         self.num_reported = 0
 
     def start(
         self, transfer_id: int, copy: Callable[[], None], inputs: tuple[torch.Tensor, ...] = ()
     ) -> None:
-        """Run ``copy`` behind all that the current stream was given; ``inputs`` live until it is over."""
+        """Run ``copy`` behind all that the current stream and those of ``behind`` were given.
+
+        ``inputs`` live until it is over.
+        """
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            for stream in (torch.cuda.current_stream(self.device), *self.behind):
+                self.stream.wait_stream(stream)
         with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
             copy()
             mark = self.record(self.stream)
@@ -104,6 +109,16 @@ class Transfers:
         self.pages = PageCopies(host, device)
         self.num_layers = device.buffer.shape[0]
         self.next_id = 0
+
+    def run_behind(self, stream: torch.cuda.Stream) -> None:
+        """From now on every copy waits for what ``stream`` was given too: the forward of another stream."""
+        for lane in (self.to_host, self.to_device):
+            lane.behind.append(stream)
+
+    def join_restores(self) -> None:
+        """Make the current stream wait for the restores started so far."""
+        if self.to_device.stream is not None and self.to_device.pending:
+            torch.cuda.current_stream(self.where).wait_stream(self.to_device.stream)
 
     def mirror(self, slots: list[int], rows: list[int]) -> int:
         if not self.host.is_writer:

@@ -110,8 +110,8 @@ def leave_followers_out(patch: Patch) -> None:
 
 
 def mirror_one_row_less(patch: Patch) -> None:
-    def mirror(self: Pages, slots: list[int], page_size: int) -> None:
-        real(self, slots[:-1], page_size)
+    def mirror(self: Pages, slots: list[int]) -> None:
+        real(self, slots[:-1])
 
     real = Pages.mirror
     patch.setattr(Pages, "mirror", mirror)
