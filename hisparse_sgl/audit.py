@@ -36,7 +36,7 @@ def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
         pages = torch.tensor(request.hot_pages, dtype=torch.int64)
         rows = (pages[:, None] * size + torch.arange(size)).flatten()
         for index, group in enumerate(runtime.groups):
-            keys = runtime.hot.keys[index, request.row].cpu().long()
+            keys = runtime.hot.keys[index, request.region].cpu().long()
             # A page that is being written again is not true on the host until it is durable.
             held = torch.tensor([key >= 0 and durable(key // size) for key in keys.tolist()])
             mismatches += sum(_differing(runtime, layer, keys[held], rows[held]) for layer in group.layers)

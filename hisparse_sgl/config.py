@@ -83,6 +83,7 @@ class Sizes:
     page_size: int
     hot_rows: int
     hot_pages: int  # device pages of one hot region
+    hot_regions: int  # most hot regions at one time
     context_pages: int  # pages of the longest request
     transition_watermark: int  # free device pages below which requests are given hot regions
     spill_budget: int  # most pages one step may start to spill
@@ -111,6 +112,7 @@ class Sizes:
             page_size=page_size,
             hot_rows=hot_rows,
             hot_pages=hot_pages,
+            hot_regions=min(config.max_requests, (config.device_pages - 1) // hot_pages),
             context_pages=context_pages,
             transition_watermark=max(hot_pages, config.device_pages // 10),
             spill_budget=config.max_spill_pages or context_pages,

@@ -146,7 +146,7 @@ class Coordinator:
             return
         if request.hot_pages:
             taken = range(num_tokens, request.num_tokens)
-            self.deltas.rewritten += [(request.row, self._slot(request, p)) for p in taken]
+            self.deltas.rewritten += [(request.region, self._slot(request, p)) for p in taken]
         request.num_tokens = num_tokens
         request.num_settled = min(request.num_settled, num_tokens)
         request.num_started = min(request.num_started, num_tokens)
@@ -220,7 +220,7 @@ class Coordinator:
             self.pages.free(publication.pages)
         for request in self.requests.values():
             if request.hot_pages:
-                self.deltas.hot_regions[request.row] = request.hot_pages
+                self.deltas.hot_regions[request.row] = (request.region, request.hot_pages)
 
     def take_deltas(self) -> Deltas:
         """What the device tables must learn before the next forward."""

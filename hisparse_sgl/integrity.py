@@ -35,6 +35,8 @@ def _check_request(c: Coordinator, request: Request) -> None:
         )
     if request.hot_pages and len(request.hot_pages) != c.sizes.hot_pages:
         raise RuntimeError(f"{request.rid}: {len(request.hot_pages)} hot pages, {c.sizes.hot_pages} expected")
+    if bool(request.hot_pages) != (request.region >= 0):
+        raise RuntimeError(f"{request.rid}: hot region {request.region}, hot pages {request.hot_pages}")
     first = max(0, len(request.pages) - ACTIVE_TAIL_PAGES) if request.hot_pages else 0
     unpinned = [p for p in request.pages[request.pin_start :] if not c.leases.is_pinned(p)]
     if unpinned:
@@ -110,3 +112,8 @@ def _check_promises(c: Coordinator) -> None:
     rows = sorted([r.row for r in c.requests.values()] + c.free_rows)
     if rows != list(range(c.config.max_requests)):
         raise RuntimeError(f"request rows {rows} are not each in one place")
+    held = [r.region for r in requests if r.region >= 0]
+    if sorted(held + residency.free_regions) != list(range(c.sizes.hot_regions)):
+        raise RuntimeError(
+            f"hot regions {held} are held, {residency.free_regions} free, of {c.sizes.hot_regions} in all"
+        )

@@ -47,6 +47,7 @@ class PagedRequest:
     restoring: list[int] = field(default_factory=list)  # pinned pages whose bytes are on their way
     promised: int = 0
     hot_pages: list[int] = field(default_factory=list)  # empty: fully resident
+    region: int = -1  # number of its hot region, -1: none
 
     @property
     def prefilling(self) -> bool:
@@ -74,13 +75,13 @@ class Deltas:
     """What changed since the last step and must reach the device tables before the next one.
 
     ``residency`` maps host page -> device page (0: none). ``page_runs`` are (row, first, host pages) pieces
-    of the page table. ``hot_regions`` maps row -> device pages ([]: none); each row named there starts empty.
-    ``rewritten`` are (row, slot) pairs whose hot copies are stale.
+    of the page table. ``hot_regions`` maps row -> (region, device pages), or (-1, []) for none; each region
+    named there starts empty. ``rewritten`` are (region, slot) pairs whose hot copies are stale.
     """
 
     residency: dict[int, int] = field(default_factory=dict)
     page_runs: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    hot_regions: dict[int, list[int]] = field(default_factory=dict)
+    hot_regions: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     rewritten: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, residency: dict[int, int]) -> Deltas:

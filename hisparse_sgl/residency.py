@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, Sizes
@@ -22,6 +23,7 @@ class Residency:
         self.leases = leases
         self.sizes = sizes
         self.deltas = deltas
+        self.free_regions = list(range(sizes.hot_regions))
         self.promised = 0
         self.promised_host = 0
 
@@ -96,7 +98,8 @@ class Residency:
     def give_hot(self, request: PagedRequest) -> None:
         """Lease an empty hot region for a request; from now on only its tail is pinned."""
         request.hot_pages = self.pages.lease_hot(self.sizes.hot_pages)
-        self.deltas.hot_regions[request.row] = request.hot_pages
+        request.region = heapq.heappop(self.free_regions)
+        self.deltas.hot_regions[request.row] = (request.region, request.hot_pages)
         self._trim(request)
 
     def promise(self, request: PagedRequest, pages: int) -> None:
@@ -115,8 +118,9 @@ class Residency:
         self.promise(request, -request.promised)
         if request.hot_pages:
             self.leases.release_hot(request.hot_pages)
-            request.hot_pages = []
-        self.deltas.hot_regions[request.row] = []
+            heapq.heappush(self.free_regions, request.region)
+            request.hot_pages, request.region = [], -1
+        self.deltas.hot_regions[request.row] = (-1, [])
 
     def cut(self, request: PagedRequest, count: int) -> list[int]:
         """Take the request's pages from index ``count`` on away from it; the caller frees them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.kernels.batch_rows import batch_rows
 from hisparse_sgl.kernels.gather import gather
 from hisparse_sgl.kernels.invalidate import invalidate
 from hisparse_sgl.kernels.resolve import resolve
@@ -25,6 +26,8 @@ class Runtime:
     Args:
         host, device: the two pools; read at each launch, so that closing them ends all use of their memory.
         backend: kernel implementation, see ``kernels.backend.choose``; None picks by device.
+        num_plans: copy plans and answers kept; groups take them in turn. None: one for each group. With fewer
+            an answer lasts until as many groups later, and the copies of followers may be waited for then.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Runtime:
         host: HostPool,
         device: DevicePool,
         backend: str | None = None,
+        num_plans: int | None = None,
     ) -> None:
         self.groups = layout.host_group.index_groups
         self.row = layout.host_group.row
@@ -46,14 +50,25 @@ class Runtime:
         self.where = where = device.buffer.device
         requests, queries = config.max_requests, config.max_requests * config.query_rows
         count = len(self.groups)
-        self.tables = Tables.empty(requests, sizes.context_pages, config.host_pages, sizes.hot_pages, where)
+        kept = count if num_plans is None else min(num_plans, count)
+        if kept < 1:
+            raise ValueError(f"num_plans is {num_plans}, the limit is at least 1: a step writes one plan")
+        self.tables = Tables.empty(
+            requests, sizes.context_pages, config.host_pages, sizes.hot_regions, sizes.hot_pages, where
+        )
+        self.hot_region = torch.full((requests,), -1, dtype=torch.int32, device=where)
+        self.region_of = [-1] * requests  # what hot_region holds
         context = sizes.context_pages * sizes.page_size
-        self.hot = HotState.empty(requests, sizes.hot_rows, context, where, groups=count)
+        self.hot = HotState.empty(sizes.hot_regions, sizes.hot_rows, context, where, groups=count)
         self.scratch = Scratch.empty(requests, context, sizes.hot_rows, where)
-        self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(count)]
-        self.rows = torch.full((count, queries, config.top_k), -1, dtype=torch.int32, device=where)
+        self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(kept)]
+        self.plan_readers = [
+            [layer for group in self.groups[plan::kept] for layer in group.layers[1:]] for plan in range(kept)
+        ]
+        self.rows = torch.full((kept, queries, config.top_k), -1, dtype=torch.int32, device=where)
         self.stats = torch.zeros((count, len(STATS)), dtype=torch.int64, device=where)
-        self.request_rows = torch.full((requests,), -1, dtype=torch.int32, device=where)
+        self.batch_rows = torch.full((2, requests), -1, dtype=torch.int32, device=where)
+        self.request_rows, self.region_rows = self.batch_rows
         self.batch = 0
         self.query_rows = 1
         self.copy_stream = torch.cuda.Stream(where) if where.type == "cuda" else None
@@ -73,23 +88,37 @@ class Runtime:
         if cells:
             index = upload(list(cells), torch.int64, where)
             self.tables.page_table.view(-1)[index] = upload(list(cells.values()), torch.int32, where)
-        for row, region in deltas.hot_regions.items():
-            padded = region or [0] * self.sizes.hot_pages
-            self.tables.hot_pages[row] = upload(padded, torch.int32, where)
-            self.hot.reset(row)
+        if deltas.hot_regions:
+            self._place_regions(deltas.hot_regions)
         if deltas.rewritten:
-            rows, slots = map(list, zip(*deltas.rewritten, strict=True))
-            self.invalidate(upload(rows, torch.int32, where), upload(slots, torch.int32, where))
+            regions, slots = map(list, zip(*deltas.rewritten, strict=True))
+            self.invalidate(upload(regions, torch.int32, where), upload(slots, torch.int32, where))
 
-    def invalidate(self, request_rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def invalidate(self, region_rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Drop hot copies of slots that are rewritten in place; both int32 [n]."""
-        invalidate(self.hot.keys, request_rows, slots, backend=self.backend)
+        invalidate(self.hot.keys, region_rows, slots, backend=self.backend)
 
     def set_batch(self, request_rows: list[int], query_rows: int) -> None:
         """State rows of the requests of the next forward, in batch order."""
-        padded = request_rows + [-1] * (self.request_rows.numel() - len(request_rows))
-        self.request_rows.copy_(upload(padded, torch.int32, self.where))
+        padding = [-1] * (self.request_rows.numel() - len(request_rows))
+        regions = [self.region_of[row] for row in request_rows]
+        flat = [*request_rows, *padding, *regions, *padding]
+        self.batch_rows.view(-1).copy_(upload(flat, torch.int32, self.where))
         self.batch = len(request_rows)
+        self.query_rows = query_rows
+
+    def set_device_batch(
+        self, request_rows: torch.Tensor, num_real: torch.Tensor, query_rows: int = 1
+    ) -> None:
+        """The same from the device, in one launch that a CUDA graph can capture; the CPU waits for nothing.
+
+        Args:
+            request_rows: int32 or int64 [B], state row of each batch row.
+            num_real: int32 [1]; batch rows at or past it are padding.
+            query_rows: query rows a request.
+        """
+        batch_rows(request_rows, num_real, self.hot_region, self.batch_rows, backend=self.backend)
+        self.batch = request_rows.numel()
         self.query_rows = query_rows
 
     def swap_in(self, group: int, positions: torch.Tensor) -> torch.Tensor:
@@ -100,16 +129,19 @@ class Runtime:
             positions: int32 [batch * query_rows, <= top_k], -1 pads.
 
         Returns:
-            int32 rows of the same shape, -1 where masked; a view that the group's next call overwrites.
+            int32 rows of the same shape, -1 where masked; a view that the next call of a group with the same
+            plan overwrites.
         """
         leader, *followers = self.groups[group].layers
-        for layer in followers:
+        turn = group % len(self.plans)
+        for layer in self.plan_readers[turn]:
             self.wait_layer(layer)  # a replay that nobody waited for may still read the plan
-        rows = self.rows[group, : positions.shape[0], : positions.shape[1]]
-        plan = self.plans[group]
+        rows = self.rows[turn, : positions.shape[0], : positions.shape[1]]
+        plan = self.plans[turn]
         resolve(
             positions,
             self.request_rows[: self.batch],
+            self.region_rows[: self.batch],
             self.tables,
             self.hot.group(group),
             self.scratch,
@@ -147,6 +179,23 @@ class Runtime:
         """Device rows int32 of slots; -1 where a slot is not resident."""
         return translate(slots, self.tables.resident_page, self.sizes.page_size, backend=self.backend)
 
+    def _place_regions(self, regions: dict[int, tuple[int, list[int]]]) -> None:
+        where = self.where
+        # A region may pass from one row to another here: the pages of its new holder stand, in either order.
+        pages = {
+            self.region_of[row]: [0] * self.sizes.hot_pages for row in regions if self.region_of[row] >= 0
+        }
+        pages |= {region: device_pages for region, device_pages in regions.values() if region >= 0}
+        rows = upload(list(regions), torch.int64, where)
+        self.hot_region[rows] = upload([region for region, _ in regions.values()], torch.int32, where)
+        if pages:
+            changed = upload(list(pages), torch.int64, where)
+            flat = [page for run in pages.values() for page in run]
+            self.tables.hot_pages[changed] = upload(flat, torch.int32, where).view(len(pages), -1)
+            self.hot.reset(changed)
+        for row, (region, _) in regions.items():
+            self.region_of[row] = region
+
     def _replay(self, followers: list[int], plan: CopyPlan) -> None:
         if self.copy_stream is None:
             for layer in followers:
@@ -167,6 +216,15 @@ class Runtime:
         self.tables.check_integrity()
         self.hot.check_integrity()
         self.scratch.check_integrity()
+        self._check_regions()
         unserved = int(self.stats[:, STATS.index("unserved")].sum())
         if unserved:
             raise RuntimeError(f"{unserved} selected rows were neither resident nor had a hot region")
+
+    def _check_regions(self) -> None:
+        if self.hot_region.tolist() != self.region_of:
+            raise RuntimeError(f"hot_region is {self.hot_region.tolist()}, {self.region_of} was written")
+        held = sorted(region for region in self.region_of if region >= 0)
+        leased = self.tables.hot_pages[:, 0].nonzero().flatten().tolist()
+        if held != leased:
+            raise RuntimeError(f"requests hold the hot regions {held}, those with pages are {leased}")

@@ -21,6 +21,7 @@ STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
 def _check(
     positions: torch.Tensor,
     request_rows: torch.Tensor,
+    region_rows: torch.Tensor,
     tables: Tables,
     hot: HotState,
     scratch: Scratch,
@@ -36,34 +37,37 @@ def _check(
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size={page_size} must be a power of two; use 64")
     check_tensor("request_rows", request_rows, torch.int32, (None,), device)
+    check_tensor("region_rows", region_rows, torch.int32, (batch,), device)
     check_tensor("positions", positions, torch.int32, (batch * query_rows, None), device)
     check_tensor("out_rows", out_rows, torch.int32, tuple(positions.shape), device)
     check_tensor("stats", stats, torch.int64, (len(STATS),), device)
-    requests, hot_rows = hot.keys.shape[0], hot.keys.shape[-1]
-    check_tensor("tables.page_table", tables.page_table, torch.int32, (requests, None), device)
+    regions, hot_rows = hot.keys.shape[0], hot.keys.shape[-1]
+    check_tensor("tables.page_table", tables.page_table, torch.int32, (None, None), device)
     check_tensor("tables.resident_page", tables.resident_page, torch.int32, (None,), device)
-    check_tensor("hot.keys", hot.keys, torch.int32, (requests, hot_rows), device)
-    check_tensor("hot.lru", hot.lru, torch.int16, (requests, hot_rows), device)
+    check_tensor("hot.keys", hot.keys, torch.int32, (regions, hot_rows), device)
+    check_tensor("hot.lru", hot.lru, torch.int16, (regions, hot_rows), device)
+    if regions < 1:
+        raise ValueError("hot.keys has 0 regions, the limit is at least 1; make room for one")
     if hot_rows % page_size or not 0 < hot_rows <= MAX_HOT_ROWS:
         raise ValueError(
-            f"device_buffer_size={hot_rows} hot rows a request must be a multiple of page_size={page_size}, "
+            f"device_buffer_size={hot_rows} hot rows a region must be a multiple of page_size={page_size}, "
             f"at most {MAX_HOT_ROWS}; round it"
         )
-    check_tensor("tables.hot_pages", tables.hot_pages, torch.int32, (requests, hot_rows // page_size), device)
+    check_tensor("tables.hot_pages", tables.hot_pages, torch.int32, (regions, hot_rows // page_size), device)
     context = tables.page_table.shape[1] * page_size
     if context > MAX_CONTEXT:
         raise ValueError(
             f"max_pages * page_size = {tables.page_table.shape[1]} * {page_size} = {context} positions "
             f"must be at most {MAX_CONTEXT}; shorten the page table"
         )
-    check_tensor("hot.hints", hot.hints, torch.int16, (requests, context), device)
+    check_tensor("hot.hints", hot.hints, torch.int16, (regions, context), device)
     if not 1 <= num_slots <= MAX_SLOTS:
         raise ValueError(f"num_slots={num_slots} must be 1..{MAX_SLOTS}; make the host pool smaller")
     selected = query_rows * positions.shape[1]
     if selected > hot_rows:
         raise ValueError(
             f"query_rows * top_k = {query_rows} * {positions.shape[1]} = {selected} exceeds the "
-            f"device_buffer_size={hot_rows} hot rows a request; raise it or lower the draft length"
+            f"device_buffer_size={hot_rows} hot rows a region; raise it or lower the draft length"
         )
     _check_room(scratch, plan, device, batch, selected, context, hot_rows)
 
@@ -124,6 +128,7 @@ def _parts(device: torch.device, batch: int, entries: int) -> int:
 def resolve(
     positions: torch.Tensor,
     request_rows: torch.Tensor,
+    region_rows: torch.Tensor,
     tables: Tables,
     hot: HotState,
     scratch: Scratch,
@@ -145,16 +150,18 @@ def resolve(
 
     Args:
         positions: int32 [B * query_rows, K], -1 pads. A position without a host page counts as a pad.
-        request_rows: int32 [B] state rows, all different; -1 = padding, whose rows come out as -1.
+        request_rows: int32 [B] rows of the page table; -1 or out of range = padding: its rows are -1.
+        region_rows: int32 [B] hot regions, all different; -1 or out of range = none: what is not resident is
+            not served then, its rows come out as -1.
         tables: not mutated.
         hot: state of this index group; mutated. A hint or key out of range is a miss; an order that names a
-            row out of range resets the request. A repeated row in the order is not looked for: it can give
+            row out of range resets the region. A repeated row in the order is not looked for: it can give
             two positions one row, never one outside the region.
         scratch: zero before and after; one launch at a time may use it.
         plan: overwritten. A slot at or above ``num_slots`` is planned as -1 (a zero row) and not remembered.
         out_rows: int32 [B * query_rows, K]; overwritten: device row or -1.
         stats: int64 [4]; += hot hits, hot lookups (selected rows, each once, that are not resident), resident
-            rows (each entry), unserved (entries not resident of a request without a hot region; they count
+            rows (each entry), unserved (entries not resident of a batch row without a hot region; they count
             as lookups too and their rows come out as -1).
         page_size: rows a page, a power of two. A page table spans at most 1,048,576 positions.
         num_slots: slots of the host pool.
@@ -165,7 +172,18 @@ def resolve(
         ValueError: a tensor does not fit the others, or the step could need more rows than a hot region has.
     """
     _check(
-        positions, request_rows, tables, hot, scratch, plan, out_rows, stats, page_size, num_slots, query_rows
+        positions,
+        request_rows,
+        region_rows,
+        tables,
+        hot,
+        scratch,
+        plan,
+        out_rows,
+        stats,
+        page_size,
+        num_slots,
+        query_rows,
     )
     if positions.numel() == 0:
         for tensor in (plan.count, plan.starts[: request_rows.numel()], plan.counts[: request_rows.numel()]):
@@ -175,6 +193,7 @@ def resolve(
         resolve_reference(
             positions,
             request_rows,
+            region_rows,
             tables,
             hot,
             plan,
@@ -196,6 +215,7 @@ def resolve(
         positions.device,
         positions,
         request_rows,
+        region_rows,
         *tables,
         *hot,
         *scratch,
@@ -206,11 +226,13 @@ def resolve(
         out_rows,
         stats,
         *tables.page_table.shape,
+        hot.keys.shape[0],
         tables.resident_page.numel(),
         num_slots,
         -(-tables.page_table.shape[1] * page_size // 32),
         *positions.stride(),
         *request_rows.stride(),
+        *region_rows.stride(),
         *tables.page_table.stride(),
         *tables.resident_page.stride(),
         *tables.hot_pages.stride(),

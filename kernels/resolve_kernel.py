@@ -109,6 +109,7 @@ def _look_up(
 def _resolve(
     positions,
     request_rows,
+    region_rows,
     page_table,
     resident_page,
     hot_pages,
@@ -130,12 +131,14 @@ def _resolve(
     stats,
     max_requests,
     max_pages,
+    num_regions,
     num_host_pages,
     num_slots,
     num_words,
     positions_stride,
     positions_column,
     requests_stride,
+    regions_stride,
     table_stride,
     table_column,
     resident_stride,
@@ -170,19 +173,22 @@ def _resolve(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     request = tl.load(request_rows + batch * requests_stride).to(tl.int64)
+    region = tl.load(region_rows + batch * regions_stride).to(tl.int64)
     live = (request >= 0) & (request < max_requests)
+    has_region = (region >= 0) & (region < num_regions)
     request = tl.where(live, request, 0)
+    region = tl.where(has_region, region, 0)
     page_table += request * table_stride
-    hot_pages += request * hot_pages_stride
-    keys += request * keys_stride
-    lru += request * lru_stride
-    hints += request * hints_stride
+    hot_pages += region * hot_pages_stride
+    keys += region * keys_stride
+    lru += region * lru_stride
+    hints += region * hints_stride
     bitmap += batch * bitmap_stride
     used += batch * used_stride
     slots += batch * slots_stride
     order += batch * order_stride
 
-    served = tl.load(hot_pages) > 0
+    served = has_region & (tl.load(hot_pages) > 0)
     # Only the last program needs the order. All load it now, because no one knows yet who is last.
     rank = tl.arange(0, RANKS)
     hot_row = tl.load(lru + rank.to(tl.int64) * lru_column, mask=rank < H, other=0).to(tl.int32)

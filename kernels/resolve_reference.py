@@ -1,4 +1,4 @@
-"""Plain form of `resolve`: a dictionary a request, no scratch. It also serves the CPU demo."""
+"""Plain form of `resolve`: a dictionary a batch row, no scratch. It also serves the CPU demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _swap(
 ) -> tuple[dict[int, int], list[int]]:
     """Give each wanted position (-> slot) a hot row. Returns position -> hot row and the missing positions.
 
-    ``hints`` has the hint of each wanted position. Mutates the lists and ``hints``, one request's hot state.
+    ``hints`` has the hint of each wanted position. Mutates the lists and ``hints``, one region's hot state.
     """
     hot_rows = len(order)
     if sorted(order) != list(range(hot_rows)):
@@ -69,6 +69,7 @@ def _write_plan(plan: CopyPlan, planned: list[list[tuple[int, int]]]) -> None:
 def resolve_reference(
     positions: torch.Tensor,
     request_rows: torch.Tensor,
+    region_rows: torch.Tensor,
     tables: Tables,
     hot: HotState,
     plan: CopyPlan,
@@ -87,25 +88,27 @@ def resolve_reference(
     ]
     wanted = [{pos: slot for pos, slot, row in found if slot >= 0 and row < 0} for found in entries]
     residents = sum(row >= 0 for found in rows for row in found)
+    regions = region_rows.tolist()
     asking = [index for index, slot_of in enumerate(wanted) if slot_of]
-    regions = dict(zip(asking, tables.hot_pages[request_rows[asking].long()].tolist(), strict=True))
-    served = [index for index in asking if regions[index][0] > 0]
+    asking = [index for index in asking if 0 <= regions[index] < tables.hot_pages.shape[0]]
+    pages_of = dict(zip(asking, tables.hot_pages[region_rows[asking].long()].tolist(), strict=True))
+    served = [index for index in asking if pages_of[index][0] > 0]
     planned: list[list[tuple[int, int]]] = [[] for _ in entries]
     hits = lookups = 0
     if served:
-        requests = request_rows[served].long()
-        hinted = hot.hints[requests[:, None], flat[served].clamp(0, hot.hints.shape[1] - 1)].tolist()
-        state = [hot.keys[requests].tolist(), hot.lru[requests].tolist()]
-        for index, request, found, keys, order in zip(served, requests.tolist(), hinted, *state, strict=True):
+        held = region_rows[served].long()
+        hinted = hot.hints[held[:, None], flat[served].clamp(0, hot.hints.shape[1] - 1)].tolist()
+        state = [hot.keys[held].tolist(), hot.lru[held].tolist()]
+        for index, found, keys, order in zip(served, hinted, *state, strict=True):
             hint_of = {entry[0]: hint for entry, hint in zip(entries[index], found, strict=True)}
             row_of, missing = _swap(wanted[index], keys, order, hint_of, num_slots)
             hits += len(row_of) - len(missing)
             lookups += len(row_of)
             loaded = torch.tensor(missing, dtype=torch.int64, device=hot.hints.device)
-            hot.hints[request, loaded] = torch.tensor(
+            hot.hints[regions[index], loaded] = torch.tensor(
                 [hint_of[pos] for pos in missing], dtype=torch.int16, device=hot.hints.device
             )
-            pages = regions[index]
+            pages = pages_of[index]
             place = {
                 pos: pages[row // page_size] * page_size + row % page_size
                 if pages[row // page_size] > 0
@@ -117,9 +120,11 @@ def resolve_reference(
                 slot = wanted[index][pos]
                 planned[index].append((slot if slot < num_slots else -1, place[pos]))
         for tensor, values in zip(hot[:2], state, strict=True):
-            tensor[requests] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
+            tensor[held] = torch.tensor(values, dtype=tensor.dtype, device=tensor.device)
     unserved = sum(
-        pos in wanted[index] for index in asking if regions[index][0] <= 0 for pos, _, _ in entries[index]
+        pos in wanted[index]
+        for index in set(range(len(entries))).difference(served)
+        for pos, _, _ in entries[index]
     )
     _write_plan(plan, planned)
     out_rows.copy_(torch.tensor(rows, dtype=torch.int32).reshape(out_rows.shape))

@@ -1,7 +1,7 @@
 """Tensors the kernels work on: tables, hot state, copy plan, scratch.
 
-R request rows, P page size, H hot rows a request, G index groups, B batch rows. All are fixed in shape and
-address, so launches can be captured in a CUDA graph.
+R request rows, S hot regions, P page size, H hot rows a region, G index groups, B batch rows. All are
+fixed in shape and address, so launches can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _fail(what: str) -> None:
 class Tables(NamedTuple):
     """Where rows are. ``page_table`` int32 [R, max_pages]: host page of each page of a request, 0 = none.
     ``resident_page`` int32 [num_host_pages]: device page of a host page, 0 = none. ``hot_pages`` int32
-    [R, H // P]: device pages of a request's hot region, all 0 = no region."""
+    [S, H // P]: device pages of a hot region, all 0 = nobody holds it."""
 
     page_table: torch.Tensor
     resident_page: torch.Tensor
@@ -33,11 +33,12 @@ class Tables(NamedTuple):
         max_requests: int,
         max_pages: int,
         num_host_pages: int,
+        num_regions: int,
         num_hot_pages: int,
         device: Device = "cpu",
     ) -> Tables:
         """No request has a page; ``num_hot_pages`` is H // P."""
-        shapes = ((max_requests, max_pages), (num_host_pages,), (max_requests, num_hot_pages))
+        shapes = ((max_requests, max_pages), (num_host_pages,), (num_regions, num_hot_pages))
         return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
     def check_integrity(self) -> None:
@@ -52,7 +53,7 @@ class Tables(NamedTuple):
         has_page = self.hot_pages != 0
         torn = (has_page.any(1) & ~has_page.all(1)).nonzero().flatten().tolist()
         if torn:
-            _fail(f"request rows {torn} have part of a hot region")
+            _fail(f"hot regions {torn} have part of their pages")
         leased = torch.cat((self.resident_page, self.hot_pages.flatten()))
         leased = leased[leased != 0]
         if leased.numel() and int(leased.min()) < 0:
@@ -63,8 +64,8 @@ class Tables(NamedTuple):
 
 
 class HotState(NamedTuple):
-    """What the hot rows of one index group hold. ``keys`` int32 [R, H]: slot of each hot row, -1 empty.
-    ``lru`` int16 [R, H]: hot rows, oldest first. ``hints`` int16 [R, max_pages * P]: the hot row that each
+    """What the hot rows of one index group hold. ``keys`` int32 [S, H]: slot of each hot row, -1 empty.
+    ``lru`` int16 [S, H]: hot rows, oldest first. ``hints`` int16 [S, max_pages * P]: the hot row that each
     position was last loaded into. Only ``keys`` are the truth: a hint whose key is another slot is a miss, so
     old hints need no clearing. A stack for G groups has a leading dimension G."""
 
@@ -75,15 +76,15 @@ class HotState(NamedTuple):
     @classmethod
     def empty(
         cls,
-        max_requests: int,
+        num_regions: int,
         hot_rows: int,
         context: int,
         device: Device = "cpu",
         groups: int | None = None,
     ) -> HotState:
         """All hot rows empty, in identity order, for contexts of ``context`` = max_pages * P positions; with
-        ``groups`` a stack [groups, R, ...]."""
-        stack = (max_requests,) if groups is None else (groups, max_requests)
+        ``groups`` a stack [groups, S, ...]."""
+        stack = (num_regions,) if groups is None else (groups, num_regions)
         state = cls(
             torch.empty((*stack, hot_rows), dtype=torch.int32, device=device),
             torch.empty((*stack, hot_rows), dtype=torch.int16, device=device),
@@ -93,15 +94,19 @@ class HotState(NamedTuple):
         return state
 
     def group(self, index: int) -> HotState:
-        """The view [R, ...] of one group of a stack."""
+        """The view [S, ...] of one group of a stack."""
         return HotState(self.keys[index], self.lru[index], self.hints[index])
 
-    def reset(self, request_row: int | None = None) -> None:
-        """Empty one request's hot rows (all requests: None), in every group of a stack."""
-        rows = slice(None) if request_row is None else slice(request_row, request_row + 1)
-        self.keys[..., rows, :] = -1
-        order = torch.arange(self.lru.shape[-1], device=self.lru.device)
-        self.lru[..., rows, :] = order.to(torch.int16)
+    def reset(self, regions: torch.Tensor | None = None) -> None:
+        """Empty the hot rows of ``regions``, int64 [n] (None: all), in every group of a stack."""
+        order = torch.arange(self.lru.shape[-1], dtype=torch.int16, device=self.lru.device)
+        if regions is None:
+            self.keys.fill_(-1)
+            self.lru.copy_(order)
+            return
+        self.keys.index_fill_(-2, regions, -1)
+        shape = (*self.lru.shape[:-2], regions.numel(), order.numel())
+        self.lru.index_copy_(-2, regions, order.expand(shape))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless each order is a permutation, each key has one row and hints name rows."""
@@ -113,7 +118,7 @@ class HotState(NamedTuple):
         ordered = self.keys.reshape(-1, hot_rows).sort(1).values
         repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if repeated.any():
-            _fail(f"slots {ordered[:, 1:][repeated].tolist()} are held by two hot rows of a request")
+            _fail(f"slots {ordered[:, 1:][repeated].tolist()} are held by two hot rows of a region")
         if self.hints.numel() and not -1 <= int(self.hints.min()) <= int(self.hints.max()) < hot_rows:
             _fail(
                 f"hints span {int(self.hints.min())}..{int(self.hints.max())}, hot rows are 0..{hot_rows - 1}"

@@ -22,10 +22,11 @@ devices = pytest.mark.parametrize("device", [CPU, CUDA])
 
 @dataclass
 class World:
-    """What a sequence of steps keeps. All tensors are on the CPU."""
+    """What a sequence of steps keeps, on the CPU. ``regions[r]`` is the hot region of request ``r``."""
 
     tables: Tables
     hot: HotState
+    regions: list[int]
     page_size: int
     query_rows: int
     num_slots: int
@@ -33,6 +34,11 @@ class World:
     @property
     def context(self) -> int:
         return self.tables.page_table.shape[1] * self.page_size
+
+    def regions_of(self, requests: torch.Tensor) -> torch.Tensor:
+        """int32 [B]: the region of each request row, -1 for a padded one."""
+        rows = [self.regions[row] if row >= 0 else -1 for row in requests.tolist()]
+        return torch.tensor(rows, dtype=torch.int32)
 
 
 @dataclass
@@ -55,10 +61,11 @@ def make_world(
     query_rows: int = 1,
     seed: int = 0,
 ) -> World:
-    """Each request has its own pages and a hot region; a share of the host pages is resident."""
+    """Each request has its own pages and a hot region, one region is left; some host pages are resident."""
     torch.manual_seed(seed)
     num_host_pages = max_requests * max_pages + 1
-    tables = Tables.empty(max_requests, max_pages, num_host_pages, hot_rows // page_size)
+    regions = torch.randperm(max_requests + 1)[:max_requests].tolist()
+    tables = Tables.empty(max_requests, max_pages, num_host_pages, max_requests + 1, hot_rows // page_size)
     tables.page_table.copy_((torch.randperm(num_host_pages - 1) + 1).reshape(max_requests, max_pages))
     num_hot = tables.hot_pages.numel()
     device_pages = torch.randperm(num_host_pages + num_hot) + 1
@@ -67,8 +74,8 @@ def make_world(
     kept[0] = False
     tables.resident_page.copy_(torch.where(kept, device_pages[num_hot:], 0))
     tables.check_integrity()
-    hot = HotState.empty(max_requests, hot_rows, max_pages * page_size)
-    return World(tables, hot, page_size, query_rows, num_host_pages * page_size)
+    hot = HotState.empty(max_requests + 1, hot_rows, max_pages * page_size)
+    return World(tables, hot, regions, page_size, query_rows, num_host_pages * page_size)
 
 
 def select(world: World, batch: int, top_k: int, window: int | None = None) -> torch.Tensor:
@@ -90,7 +97,8 @@ def run(
     stats = torch.full((4,), 5, dtype=torch.int64, device=device)
     out_rows = torch.full(positions.shape, -7, dtype=torch.int32, device=device)
     sizes = {"page_size": world.page_size, "num_slots": world.num_slots, "query_rows": world.query_rows}
-    args = (positions.to(device), requests.to(device), tables, hot, scratch, plan, out_rows, stats)
+    inputs = positions.to(device), requests.to(device), world.regions_of(requests).to(device)
+    args = (*inputs, tables, hot, scratch, plan, out_rows, stats)
     resolve.resolve(*args, **sizes, backend=wanted)
     scratch.check_integrity()
     assert all(torch.equal(old, new.cpu()) for old, new in zip(world.tables, tables, strict=True))
@@ -123,6 +131,7 @@ def check_step(
     by_request = (tensor.reshape(len(requests), -1).tolist() for tensor in (positions, out.out_rows))
     per_request = zip(requests, *by_request, strict=True)
     for index, (request, entries, rows) in enumerate(per_request):
+        region = world.regions[request]
         loads = []
         for position, row in dict(zip(entries, rows, strict=True)).items():
             page = int(tables.page_table[request, position // size]) if request >= 0 <= position else 0
@@ -133,11 +142,11 @@ def check_step(
             if resident:
                 assert row == resident * size + position % size
                 continue
-            hot_page = tables.hot_pages[request].tolist().index(row // size)
+            hot_page = tables.hot_pages[region].tolist().index(row // size)
             hot_row, slot = hot_page * size + row % size, page * size + position % size
-            assert int(world.hot.keys[request, hot_row]) == slot
-            assert int(world.hot.hints[request, position]) == hot_row
-            if int(before.keys[request, hot_row]) != slot:
-                assert slot not in before.keys[request]
+            assert int(world.hot.keys[region, hot_row]) == slot
+            assert int(world.hot.hints[region, position]) == hot_row
+            if int(before.keys[region, hot_row]) != slot:
+                assert slot not in before.keys[region]
                 loads.append((position, slot, row))
         assert out.plan.segment(index) == [(slot, row) for _, slot, row in sorted(loads)]

@@ -108,6 +108,7 @@ def test_sizes_of_the_defaults() -> None:
         page_size=64,
         hot_rows=4096,
         hot_pages=64,
+        hot_regions=31,
         context_pages=2048,
         transition_watermark=200,
         spill_budget=2048,

@@ -63,7 +63,7 @@ def unpin_shared_pages(patch: Patch) -> None:
 
 
 def forget_invalidation(patch: Patch) -> None:
-    patch.setattr(Runtime, "invalidate", lambda self, request_rows, slots: None)
+    patch.setattr(Runtime, "invalidate", lambda self, region_rows, slots: None)
 
 
 def drop_a_planned_row(patch: Patch) -> None:

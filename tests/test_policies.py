@@ -50,14 +50,14 @@ def test_a_retraction_publishes_what_became_known_since_the_last_step() -> None:
 def test_a_flush_empties_the_hot_regions() -> None:
     bench = Bench()
     hot_request(bench, "a", 12)
-    row = bench.coordinator.requests["a"].row
+    region = bench.coordinator.requests["a"].region
     bench.pool.begin_step(["a"])
     bench.pool.swap_in(0, torch.tensor([[3, 9]], dtype=torch.int32))
     bench.pool.step_done()
-    assert int((bench.pool.runtime.hot.keys[0, row] >= 0).sum()) == 2
+    assert int((bench.pool.runtime.hot.keys[0, region] >= 0).sum()) == 2
     bench.pool.flush()
     bench.pool.begin_step(["a"])
-    assert int((bench.pool.runtime.hot.keys[0, row] >= 0).sum()) == 0
+    assert int((bench.pool.runtime.hot.keys[0, region] >= 0).sum()) == 0
 
 
 def test_the_page_table_forgets_pages_that_are_taken_back_and_requests_that_end() -> None:

@@ -61,10 +61,11 @@ class Occupancy:
             if page in self.holders and (page in self.seen) != bool(device_page):
                 self._flip(page, bool(device_page))
                 touched |= self.holders[page]
-        if any(deltas.hot_regions.values()):
+        given = [row for row, (region, _) in deltas.hot_regions.items() if region >= 0]
+        if given:
             rows = {request.row: request for request in self.coordinator.requests.values()}
-            for row, hot_pages in deltas.hot_regions.items():
-                if hot_pages and rows[row].rid not in self.requests:
+            for row in given:
+                if rows[row].rid not in self.requests:
                     self._add(rows[row])
                     touched.add(rows[row].rid)
         for rid in sorted(touched):

@@ -24,7 +24,7 @@ class Fixture:
     def __init__(self) -> None:
         torch.manual_seed(3)
         host_pages, regions = REQUESTS * PAGES + 1, REQUESTS * H // P
-        self.tables = Tables.empty(REQUESTS, PAGES, host_pages, H // P, "cuda")
+        self.tables = Tables.empty(REQUESTS, PAGES, host_pages, REQUESTS, H // P, "cuda")
         self.tables.page_table.copy_((torch.randperm(host_pages - 1) + 1).reshape(REQUESTS, PAGES))
         self.tables.hot_pages.copy_((torch.randperm(regions) + 1).reshape(REQUESTS, -1))
         self.host = torch.randint(0, 256, (host_pages, FMT.page_bytes), dtype=torch.uint8).pin_memory()
@@ -36,23 +36,33 @@ class Fixture:
         self.plan = CopyPlan.empty(REQUESTS * K, REQUESTS, "cuda")
         self.positions = torch.full((REQUESTS, K), -1, dtype=torch.int32, device="cuda")
         self.request_rows = torch.full((REQUESTS,), -1, dtype=torch.int32, device="cuda")
+        self.regions = torch.randperm(REQUESTS).int()
+        self.region_rows = self.request_rows.clone()
         self.out_rows = torch.zeros((REQUESTS, K), dtype=torch.int32, device="cuda")
         self.stats = torch.zeros(4, dtype=torch.int64, device="cuda")
 
     def swap_in(self, batch: int) -> None:
-        inputs = self.positions[:batch], self.request_rows[:batch]
+        inputs = self.positions[:batch], self.request_rows[:batch], self.region_rows[:batch]
         state = self.tables, self.hot, self.scratch, self.plan, self.out_rows[:batch], self.stats
         resolve(*inputs, *state, page_size=P, num_slots=self.num_slots)
         gather(self.host, self.device, self.plan, FMT)
 
     def capture(self, batch: int) -> torch.cuda.CUDAGraph:
         """A graph of one swap-in, captured while every row is padding, so that no state changes."""
-        self.request_rows.fill_(-1)
+        self.set_rows(torch.full((batch,), -1, dtype=torch.int32))
         self.swap_in(batch)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.swap_in(batch)
         return graph
+
+    def regions_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows < 0, -1, self.regions[rows.long()])
+
+    def set_rows(self, rows: torch.Tensor) -> None:
+        for tensor, values in ((self.request_rows, rows), (self.region_rows, self.regions_of(rows))):
+            tensor.fill_(-1)
+            tensor[: rows.numel()] = values.cuda()
 
     def check(self, batch: int, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Compare what the last replay left with the reference, then the bytes of every selected row."""
@@ -60,7 +70,11 @@ class Fixture:
         plan, out = CopyPlan.empty(REQUESTS * K, REQUESTS), torch.zeros((batch, K), dtype=torch.int32)
         state = tables, self.shadow, Scratch.empty(batch, PAGES * P, H), plan, out
         stats = torch.zeros(4, dtype=torch.int64)
-        resolve(positions, rows, *state, stats, page_size=P, num_slots=self.num_slots, backend="reference")
+        inputs, sizes = (
+            (positions, rows, self.regions_of(rows)),
+            {"page_size": P, "num_slots": self.num_slots},
+        )
+        resolve(*inputs, *state, stats, **sizes, backend="reference")
         assert torch.equal(self.out_rows[:batch].cpu(), out)
         for got, want in zip(self.hot, self.shadow, strict=True):
             assert torch.equal(got.cpu(), want)
@@ -88,8 +102,7 @@ def test_replays_with_new_inputs_padding_and_batch_sizes() -> None:
         positions[torch.rand(batch, K) < 0.1] = -1
         fixture.positions.fill_(-1)
         fixture.positions[:batch] = positions.cuda()
-        fixture.request_rows.fill_(-1)
-        fixture.request_rows[:batch] = rows.cuda()
+        fixture.set_rows(rows)
         graphs[batch].replay()
         torch.cuda.synchronize()
         fixture.check(batch, positions, rows)

@@ -1,4 +1,4 @@
-"""`invalidate`: rewritten slots leave the hot state of their request, in every group."""
+"""`invalidate`: rewritten slots leave the hot state of their region, in every group."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ implementations = pytest.mark.parametrize("wanted", ["reference", INTERPRETER, T
 @pytest.mark.parametrize("hot_rows", [5, 64, 4096])
 def test_named_slots_leave_and_all_else_stays(hot_rows: int, wanted: str) -> None:
     torch.manual_seed(hot_rows)
-    groups, requests = 3, 4
-    keys = torch.stack([torch.randperm(2 * hot_rows)[:hot_rows] for _ in range(groups * requests)])
-    keys = keys.reshape(groups, requests, hot_rows).int()
+    groups, regions = 3, 4
+    keys = torch.stack([torch.randperm(2 * hot_rows)[:hot_rows] for _ in range(groups * regions)])
+    keys = keys.reshape(groups, regions, hot_rows).int()
     pairs = [
         (1, int(keys[0, 1, 0])),
         (1, int(keys[2, 1, -1])),
@@ -34,8 +34,8 @@ def test_named_slots_leave_and_all_else_stays(hot_rows: int, wanted: str) -> Non
     ]
     pairs += [(-1, int(keys[0, 0, 0])), (0, -1), (4, 3), (2, 2 * hot_rows)]
     gone = torch.zeros_like(keys, dtype=torch.bool)
-    for request, slot in pairs[:4]:
-        gone[:, request] |= keys[:, request] == slot
+    for region, slot in pairs[:4]:
+        gone[:, region] |= keys[:, region] == slot
     expected = torch.where(gone, -1, keys)
     device = "cuda" if wanted == "triton" else "cpu"
     result = keys.to(device)

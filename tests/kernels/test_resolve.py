@@ -16,7 +16,7 @@ from hisparse_sgl.kernels.state import CopyPlan, HotState, Scratch, Tables
 def test_worked_example(device: str) -> None:
     """top_k 8, 16 hot rows, slot 150 on a resident page: pages of one slot make positions equal slots."""
     keys = [100, 200, 300, 400, 500, 600, 750, 800, 900, 1000, 1050, 1200, 1300, 1400, 1500, 1600]
-    tables = Tables.empty(1, 2000, 2000, 16)
+    tables = Tables.empty(1, 2000, 2000, 1, 16)
     tables.page_table[0] = torch.arange(2000)
     tables.hot_pages[0] = torch.arange(1, 17)
     tables.resident_page[150] = 99
@@ -24,7 +24,7 @@ def test_worked_example(device: str) -> None:
     hot.keys[0] = torch.tensor(keys)
     hot.hints[0, keys] = torch.arange(16, dtype=torch.int16)
     hot.lru[0] = torch.tensor([3, 1, 5, 0, 7, 2, 4, 6, *range(8, 16)])
-    world = World(tables, hot, 1, 1, 2000)
+    world = World(tables, hot, [0], 1, 1, 2000)
     positions = torch.tensor([[150, 200, 700, -1, 300, 800, 1100, 900]], dtype=torch.int32)
     rows = torch.zeros(1, dtype=torch.int32)
     result = (
@@ -84,7 +84,7 @@ def test_programs_share_a_lookup(parts: int, device: str, monkeypatch: pytest.Mo
     for index in range(4):
         before = world.hot
         if index == 2:
-            world.hot.lru[1, 100] = 144
+            world.hot.lru[world.regions[1], 100] = 144
         positions = select(world, 2, 70, window=300)
         result = step(world, positions, [1, 4], device)
         if index != 2:
@@ -128,20 +128,22 @@ def test_padding_and_resident_batches_touch_no_hot_state(device: str) -> None:
 @devices
 def test_misses_take_the_oldest_rows_in_position_order(device: str) -> None:
     world = make_world(resident=0.0)
-    world.hot.lru[1] = torch.arange(15, -1, -1)
+    region = world.regions[1]
+    world.hot.lru[region] = torch.arange(15, -1, -1)
     result = step(world, torch.tensor([[9, 3, 6, 3]], dtype=torch.int32), [1], device)
-    assert result.hot.hints[1, [3, 6, 9]].tolist() == [15, 14, 13]
+    assert result.hot.hints[region, [3, 6, 9]].tolist() == [15, 14, 13]
     assert result.stats == [0, 3, 0, 0]
 
 
 @devices
 def test_a_region_that_changes_hands_holds_nothing(device: str) -> None:
-    """The new owner of a state row meets the old hints, but no key."""
+    """The new owner of a region meets the old hints, but no key."""
     world = make_world(resident=0.0)
     positions = torch.arange(8, dtype=torch.int32)[None]
     step(world, positions, [1], device)
-    world.hot.reset(1)
-    assert step(world, positions, [1], device).stats == [0, 8, 0, 0]
+    world.hot.reset(torch.tensor([world.regions[1]]))
+    world.regions[1], world.regions[3] = world.regions[3], world.regions[1]
+    assert step(world, positions, [3], device).stats == [0, 8, 0, 0]
 
 
 @devices
@@ -150,7 +152,7 @@ def test_non_contiguous_views(device: str) -> None:
     plain = make_world(resident=0.2)
     positions, rows = select(world, 2, 6), torch.tensor([4, 1], dtype=torch.int32)
     expected = run(plain, positions, rows, "cpu", "reference")
-    stack = HotState.empty(5, 32, 128, device, groups=3)
+    stack = HotState.empty(6, 32, 128, device, groups=3)
     hot = HotState(*(tensor[1, :, ::2] for tensor in stack))
     hot.reset()
     hot.lru.copy_(torch.arange(16, device=device))
@@ -161,10 +163,10 @@ def test_non_contiguous_views(device: str) -> None:
     tables = Tables(table, *(tensor.to(device) for tensor in world.tables[1:]))
     tables.page_table.copy_(world.tables.page_table)
     untouched = [tensor[[0, 2]].clone() for tensor in stack]
-    odd_rows = rows.repeat_interleave(2).to(device)[::2]
+    odd_rows = [ids.repeat_interleave(2).to(device)[::2] for ids in (rows, world.regions_of(rows))]
     scratch, plan = Scratch.empty(2, 64, 16, device), CopyPlan.empty(12, 2, device)
     stats = torch.zeros(4, dtype=torch.int64, device=device)
-    args = (wide[::2, ::2], odd_rows, tables, hot, scratch, plan, out[:, ::2].T, stats)
+    args = (wide[::2, ::2], *odd_rows, tables, hot, scratch, plan, out[:, ::2].T, stats)
     resolve.resolve(*args, page_size=4, num_slots=world.num_slots)
     assert torch.equal(out[:, ::2].T.cpu(), expected.out_rows)
     assert all(torch.equal(one.cpu(), other) for one, other in zip(hot, expected.hot, strict=True))

@@ -16,7 +16,8 @@ def arguments() -> dict[str, Any]:
     return {
         "positions": torch.zeros(2, 4, dtype=torch.int32),
         "request_rows": torch.tensor([0, 1], dtype=torch.int32),
-        "tables": Tables.empty(3, 8, 20, 4),
+        "region_rows": torch.tensor([2, -1], dtype=torch.int32),
+        "tables": Tables.empty(5, 8, 20, 3, 4),
         "hot": HotState.empty(3, 16, 32),
         "scratch": Scratch.empty(2, 32, 16),
         "plan": CopyPlan.empty(8, 2),
@@ -35,15 +36,18 @@ def arguments() -> dict[str, Any]:
         ({"positions": torch.zeros(3, 4, dtype=torch.int32)}, r"positions\.shape"),
         ({"positions": torch.zeros(2, 4)}, r"positions\.dtype"),
         ({"request_rows": torch.zeros(2, dtype=torch.int64)}, r"request_rows\.dtype"),
+        ({"region_rows": torch.zeros(2, dtype=torch.int64)}, r"region_rows\.dtype"),
+        ({"region_rows": torch.zeros(3, dtype=torch.int32)}, r"region_rows\.shape"),
         ({"out_rows": torch.zeros(2, 5, dtype=torch.int32)}, r"out_rows\.shape"),
         ({"stats": torch.zeros(3, dtype=torch.int64)}, r"stats\.shape"),
-        ({"tables": Tables.empty(2, 8, 20, 4)}, r"tables\.page_table\.shape"),
-        ({"tables": Tables.empty(3, 8, 20, 5)}, r"tables\.hot_pages\.shape"),
+        ({"tables": Tables.empty(5, 8, 20, 2, 4)}, r"tables\.hot_pages\.shape"),
+        ({"tables": Tables.empty(5, 8, 20, 3, 5)}, r"tables\.hot_pages\.shape"),
         ({"hot": HotState.empty(3, 18, 32)}, "device_buffer_size=18"),
+        ({"hot": HotState.empty(0, 16, 32)}, r"hot\.keys has 0 regions"),
         ({"hot": HotState.empty(3, 16, 28)}, r"hot\.hints\.shape"),
         ({"num_slots": -1}, "num_slots=-1"),
         ({"num_slots": 2**31 - 1}, "num_slots=2147483647"),
-        ({"tables": Tables.empty(3, 2**18 + 1, 20, 4)}, "max_pages \\* page_size = 262145 \\* 4"),
+        ({"tables": Tables.empty(3, 2**18 + 1, 20, 3, 4)}, "max_pages \\* page_size = 262145 \\* 4"),
         ({"plan": CopyPlan.empty(7, 2)}, "plan.entries=7"),
         ({"plan": CopyPlan.empty(8, 1)}, "plan.starts=1"),
         ({"scratch": Scratch.empty(1, 32, 16)}, "scratch.bitmap rows=1"),
@@ -74,7 +78,8 @@ def test_more_rows_than_the_region_has_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
 def test_empty_batch_returns_an_empty_plan(shape: tuple[int, int]) -> None:
     args = arguments() | {"positions": torch.zeros(shape, dtype=torch.int32)}
-    args |= {"out_rows": args["positions"].clone(), "request_rows": args["request_rows"][: shape[0]]}
+    args |= {"out_rows": args["positions"].clone()}
+    args |= {name: args[name][: shape[0]] for name in ("request_rows", "region_rows")}
     args["plan"].count.fill_(9)
     args["plan"].counts.fill_(9)
     resolve(**args)
@@ -103,18 +108,17 @@ def test_hot_state_damage_is_found(damage: Callable[[HotState], None], words: st
     damage(hot)
     with pytest.raises(RuntimeError, match=words):
         hot.check_integrity()
-    hot.reset(1)
-    hot.reset(2)
+    hot.reset(torch.tensor([2, 1]))
     hot.hints.fill_(-1)
     hot.check_integrity()
 
 
 def test_table_plan_and_scratch_damage_is_found() -> None:
-    tables, plan, scratch = Tables.empty(3, 8, 20, 4), CopyPlan.empty(8, 2), Scratch.empty(2, 32, 16)
+    tables, plan, scratch = Tables.empty(5, 8, 20, 3, 4), CopyPlan.empty(8, 2), Scratch.empty(2, 32, 16)
     for structure, tensor, value, words in (
         (tables, tables.page_table[0, :1], 20, r"0\.\.20"),
         (tables, tables.resident_page[2:4], 5, r"device pages \[5\]"),
-        (tables, tables.hot_pages[1, :2], 5, r"request rows \[1\]"),
+        (tables, tables.hot_pages[1, :2], 5, r"hot regions \[1\]"),
         (scratch, scratch.arrivals[1:], 1, "1 entries of scratch.arrivals"),
         (scratch, scratch.cursor, 1, "scratch.cursor"),
     ):
