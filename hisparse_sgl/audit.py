@@ -25,7 +25,9 @@ def _resident(coordinator: Coordinator, runtime: Runtime) -> int:
     rows = torch.tensor(
         [leases.device_page_of(page) * size + i for page in checked for i in range(size)], dtype=torch.int64
     )
-    return sum(_differing(runtime, layer, slots, rows) for layer in range(runtime.host.buffer.shape[0]))
+    return sum(
+        int(differing(runtime, layer, slots, rows).sum()) for layer in range(runtime.host.buffer.shape[0])
+    )
 
 
 def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
@@ -39,17 +41,18 @@ def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
             keys = runtime.hot.keys[index, request.region].cpu().long()
             # A page that is being written again is not true on the host until it is durable.
             held = torch.tensor([key >= 0 and durable(key // size) for key in keys.tolist()])
-            mismatches += sum(_differing(runtime, layer, keys[held], rows[held]) for layer in group.layers)
+            pairs = (differing(runtime, layer, keys[held], rows[held]) for layer in group.layers)
+            mismatches += sum(int(wrong.sum()) for wrong in pairs)
     return mismatches
 
 
-def _differing(runtime: Runtime, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> int:
-    """How many of the pairs (host slot, device row) differ in any byte."""
+def differing(runtime: Runtime, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """bool [n]: which of the pairs (host slot, device row), both int64 [n] on the CPU, differ in any byte."""
     size = runtime.row.page_size
-    differing = torch.zeros(slots.numel(), dtype=torch.bool)
+    wrong = torch.zeros(slots.numel(), dtype=torch.bool)
     where = rows.to(runtime.where)
     for part in range(len(runtime.row.parts)):
         host = row_view(runtime.host.buffer[layer], runtime.row, part)[slots // size, slots % size]
         device = row_view(runtime.device.buffer[layer], runtime.row, part)[where // size, where % size].cpu()
-        differing |= (host != device).any(-1)
-    return int(differing.sum())
+        wrong |= (host != device).any(-1)
+    return wrong

@@ -226,6 +226,11 @@ class Coordinator:
         """What the device tables must learn before the next forward."""
         return self.deltas.take(self.leases.take_deltas())
 
+    @property
+    def num_evictable(self) -> int:
+        """Host pages that only the prefix tree holds."""
+        return self.tree.num_evictable
+
     def request(self, rid: str) -> Request:
         """The running request of that id; ``ValueError`` if there is none."""
         if rid not in self.requests:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from hisparse_sgl.coordinator import Coordinator
+    from hisparse_sgl.config import HiSparseConfig
+    from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
+    from hisparse_sgl.mem_pool.leases import DeviceLeases
+    from hisparse_sgl.pages import Pages
+    from hisparse_sgl.requests import PagedRequest
 
 SECONDS_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 
@@ -67,7 +72,26 @@ class Metric(NamedTuple):
     value: int | Histogram
 
 
-def snapshot(counters: Counters, coordinator: Coordinator) -> list[Metric]:
+class Observed(Protocol):
+    """What the gauges are read from: a coordinator, or an engine's own."""
+
+    @property
+    def config(self) -> HiSparseConfig: ...
+    @property
+    def allocator(self) -> TokenToKVAllocator: ...
+    @property
+    def leases(self) -> DeviceLeases: ...
+    @property
+    def pages(self) -> Pages: ...
+    @property
+    def requests(self) -> Mapping[str, PagedRequest]: ...
+    @property
+    def num_evictable(self) -> int:
+        """Host pages that only the prefix tree holds."""
+        ...
+
+
+def snapshot(counters: Counters, coordinator: Observed) -> list[Metric]:
     """All series of a pool."""
     named = {f.name: getattr(counters, f.name) for f in fields(counters)}
     named["host_to_device_bytes"] = counters.host_to_device_bytes
@@ -87,7 +111,7 @@ def snapshot(counters: Counters, coordinator: Coordinator) -> list[Metric]:
     return series
 
 
-def _device_pages(coordinator: Coordinator) -> dict[str, int]:
+def _device_pages(coordinator: Observed) -> dict[str, int]:
     leases, pages = coordinator.leases, coordinator.pages
     dirty, spilling = pages.num_dirty, len(pages.spill_ids)
     restoring, hot = len(leases.restoring), len(leases.hot)
@@ -102,9 +126,9 @@ def _device_pages(coordinator: Coordinator) -> dict[str, int]:
     }
 
 
-def _host_pages(coordinator: Coordinator) -> dict[str, int]:
+def _host_pages(coordinator: Observed) -> dict[str, int]:
     free = coordinator.allocator.num_free
-    evictable = coordinator.tree.num_evictable
+    evictable = coordinator.num_evictable
     return {
         "free": free,
         "evictable": evictable,
@@ -112,7 +136,7 @@ def _host_pages(coordinator: Coordinator) -> dict[str, int]:
     }
 
 
-def _modes(coordinator: Coordinator) -> dict[str, int]:
+def _modes(coordinator: Observed) -> dict[str, int]:
     counts = {"resident": 0, "hybrid": 0, "hot": 0}
     for request in coordinator.requests.values():
         if not request.hot_pages:

@@ -249,7 +249,9 @@ class Pages:
             return
         self.counters.restore_failures += 1
         if self.ordered_restores:
-            raise RuntimeError(f"the restore of host pages {flight.pages} failed after they may have been read")
+            raise RuntimeError(
+                f"the restore of host pages {flight.pages} failed after they may have been read"
+            )
         wanted = [p for p in flight.pages if self.leases.pins(p) > 1]
         for page in set(flight.pages) - set(wanted):
             self.states[page] = PageState.DURABLE

@@ -23,7 +23,7 @@ from hisparse_sgl.metrics import Counters, Metric, snapshot
 from hisparse_sgl.radix.events import KVEvent
 from hisparse_sgl.radix.page_hash import ExtraKey, TokenIds
 from hisparse_sgl.requests import Admission, Deferred, Deltas, Request
-from hisparse_sgl.runtime import STATS, Runtime
+from hisparse_sgl.runtime import Runtime
 from hisparse_sgl.transfers import Transfers, upload
 
 
@@ -302,12 +302,9 @@ class HiSparsePool:
         """Counts so far. Reads the device."""
         self._check_open()
         counters, leases = self._counters, self.coordinator.leases
-        stats = self.runtime.stats.sum(0).tolist()
-        for name in ("hot_hits", "hot_lookups", "resident_rows"):
-            setattr(counters, name, stats[STATS.index(name)])
+        self.runtime.fill(counters)
         counters.pages_unpinned, counters.pages_reused = leases.unpinned, leases.reused
         counters.pages_adopted = leases.adopted
-        counters.swapped_in_bytes = self.runtime.swapped_in_bytes()
         return counters
 
     @property

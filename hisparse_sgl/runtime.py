@@ -14,6 +14,7 @@ from hisparse_sgl.kernels.translate import translate
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
+from hisparse_sgl.metrics import Counters
 from hisparse_sgl.requests import Deltas
 from hisparse_sgl.transfers import upload
 
@@ -168,12 +169,14 @@ class Runtime:
         for layer in list(self.ready):
             self.wait_layer(layer)
 
-    def swapped_in_bytes(self) -> int:
-        """Bytes that swap-ins copied from the host, in all layers. Reads the device."""
-        hits, lookups = STATS.index("hot_hits"), STATS.index("hot_lookups")
-        misses = (self.stats[:, lookups] - self.stats[:, hits]).tolist()
-        rows = sum(count * len(group.layers) for count, group in zip(misses, self.groups, strict=True))
-        return rows * self.row.row_bytes
+    def fill(self, counters: Counters, stats: torch.Tensor | None = None) -> None:
+        """Set the counts of the kernels, from ``stats``, a copy of ``self.stats``, or from the device."""
+        counted = (self.stats if stats is None else stats).cpu()
+        for name in ("hot_hits", "hot_lookups", "resident_rows"):
+            setattr(counters, name, int(counted[:, STATS.index(name)].sum()))
+        misses = counted[:, STATS.index("hot_lookups")] - counted[:, STATS.index("hot_hits")]
+        pairs = zip(misses.tolist(), self.groups, strict=True)
+        counters.swapped_in_bytes = self.row.row_bytes * sum(n * len(group.layers) for n, group in pairs)
 
     def translate(self, slots: torch.Tensor) -> torch.Tensor:
         """Device rows int32 of slots; -1 where a slot is not resident."""

@@ -154,6 +154,22 @@ class KVLayout:
         return num_device_pages * page.rows + num_host_pages * page.index_rows
 
 
+def group_layers(leads: Sequence[bool]) -> tuple[IndexGroup, ...]:
+    """Index groups of layers of which each either leads a group or follows the leader before it.
+
+    ValueError if there is no layer or the first one does not lead.
+    """
+    leaders = [layer for layer, lead in enumerate(leads) if lead]
+    if leaders[:1] != [0]:
+        raise ValueError(
+            f"leads begins with {list(leads[:1])}, the limit is True: layer 0 must run its indexer"
+        )
+    ends = [*leaders[1:], len(leads)]
+    return tuple(
+        IndexGroup(leader, tuple(range(leader + 1, end))) for leader, end in zip(leaders, ends, strict=True)
+    )
+
+
 def _groups_by_layer(groups: tuple[IndexGroup, ...], num_layers: int) -> tuple[IndexGroup, ...]:
     found: dict[int, IndexGroup] = {}
     for group in groups:

@@ -11,7 +11,7 @@ from typing import Any
 from hisparse_sgl.capacity.fields import Fields, shorten
 from hisparse_sgl.capacity.model import QUANT_BLOCK, ModelShape
 from hisparse_sgl.capacity.parameters import count_parameters
-from hisparse_sgl.mem_pool.layout import IndexGroup
+from hisparse_sgl.mem_pool.layout import IndexGroup, group_layers
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LAYERS = 1024
@@ -93,7 +93,7 @@ def _dsa(fields: Fields, name: str, model_type: str) -> ModelShape:
         max_context=fields.number("max_position_embeddings"),
         top_k=fields.number("index_topk"),
         num_layers=layers,
-        index_groups=_index_groups(full),
+        index_groups=group_layers(full),
         index_head_dim=_index_head_dim(fields),
         kv_lora_rank=kv_lora_rank,
         rope_dim=rope_dim,
@@ -162,14 +162,6 @@ def _full_layers(fields: Fields, layers: int) -> list[bool]:
     every = fields.number("index_topk_freq", 1)
     offset = fields.number("index_skip_topk_offset", 2)
     return [max(layer - offset + 1, 0) % every == 0 for layer in range(layers)]
-
-
-def _index_groups(full: list[bool]) -> tuple[IndexGroup, ...]:
-    leaders = [layer for layer, runs in enumerate(full) if runs]
-    ends = [*leaders[1:], len(full)]
-    return tuple(
-        IndexGroup(leader, tuple(range(leader + 1, end))) for leader, end in zip(leaders, ends, strict=True)
-    )
 
 
 def _compress_ratios(fields: Fields, layers: int) -> list[int]:

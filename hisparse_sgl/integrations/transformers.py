@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout, group_layers
 
 if TYPE_CHECKING:
     from hisparse_sgl.pool import HiSparsePool
@@ -51,11 +51,7 @@ def index_groups(config: Any) -> tuple[IndexGroup, ...]:
         raise ValueError(
             f"indexer_types[0] is {types[0]!r}, but layer 0 has no earlier indexer to share; use 'full'"
         )
-    leaders = [layer for layer, kind in enumerate(types) if kind == "full"]
-    ends = [*leaders[1:], len(types)]
-    return tuple(
-        IndexGroup(leader, tuple(range(leader + 1, end))) for leader, end in zip(leaders, ends, strict=True)
-    )
+    return group_layers([kind == "full" for kind in types])
 
 
 def layout_of(config: Any, dtype: torch.dtype, page_size: int = 64) -> KVLayout:

@@ -1,0 +1,37 @@
+"""Admission: SGLang plans host memory as it always does, and asks here whether the device has room."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+if TYPE_CHECKING:
+    from hisparse_sgl.integrations.sglang.coordinator import Coordinator
+
+
+@functools.cache
+def adder_class(base: type) -> type:
+    """A ``PrefillAdder`` that admits a request only if its whole prompt fits on the device.
+
+    A request that has to wait ends with a copy or another request's end, so it is answered OTHER: NO_TOKEN
+    would close admission until a running request leaves.
+    """
+
+    class DeviceAwareAdder(base):
+        def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
+            admission = super()._select_prefill_admission(req, **kwargs)
+            if isinstance(admission, AddReqResult):
+                return admission
+            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
+            if coordinator.has_room(req):
+                return admission
+            coordinator.counters.deferred_admissions += 1
+            return AddReqResult.OTHER
+
+        def _commit_prefill_admission(self, req: Any, admission: Any, mamba_gap_reserve: int) -> None:
+            super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
+            self.token_to_kv_pool_allocator.coordinator.admit(req)
+
+    return DeviceAwareAdder

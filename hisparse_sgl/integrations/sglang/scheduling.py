@@ -1,0 +1,47 @@
+"""What is wrapped around methods of SGLang's scheduler and model runner, to act beside our coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hisparse_sgl.integrations.sglang.adder import adder_class
+
+
+def is_ours(coordinator: Any) -> bool:
+    return getattr(coordinator, "hisparse_sgl", False)
+
+
+def get_next_batch_to_run(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Look after copies first. A prefill joins the running batch as without HiSparse: nothing is staged."""
+    if not is_ours(scheduler.hisparse_coordinator):
+        return original(scheduler, *args, **kwargs)
+    scheduler.hisparse_coordinator.collect()
+    scheduler.enable_hisparse = False
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.enable_hisparse = True
+
+
+def get_prefill_adder_class(original: Callable[..., Any], scheduler: Any) -> Any:
+    base = original(scheduler)
+    return adder_class(base) if is_ours(scheduler.hisparse_coordinator) else base
+
+
+def prepare_for_decode(original: Callable[..., Any], batch: Any) -> Any:
+    """Slots and device pages of a decode step, by request: SGLang's allocator only sees lengths."""
+    if is_ours(batch.hisparse_coordinator):
+        batch.hisparse_coordinator.prepare_decode(batch.reqs)
+    return original(batch)
+
+
+def forward_raw(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """On the forward's stream: bring the tables up to date before, mirror the new rows behind."""
+    coordinator = runner.hisparse_coordinator
+    if not is_ours(coordinator):
+        return original(runner, *args, **kwargs)
+    coordinator.before_forward()
+    output = original(runner, *args, **kwargs)
+    coordinator.after_forward()
+    return output
