@@ -30,6 +30,8 @@ class HiSparseConfig:
             rounded up to whole pages.
         query_rows: query rows of a request in one decode step (1, or drafts + 1).
         max_requests: most requests that run at the same time.
+        max_hot_requests: most of them that may hold a hot region, each with its state; None means as many as
+            the device pool has room for.
         eager_host_mirror: copy the rows of every step to the host at its end, so that spilling a
             sealed page moves no bytes. False copies whole pages once they are sealed.
         max_spill_pages: most pages that one step may start to spill; None means one context.
@@ -49,6 +51,7 @@ class HiSparseConfig:
     device_buffer_size: int | None = None
     query_rows: int = 1
     max_requests: int = 64
+    max_hot_requests: int | None = None
     eager_host_mirror: bool = True
     max_spill_pages: int | None = None
     admission_window: int | None = None
@@ -65,7 +68,7 @@ class HiSparseConfig:
                 f"context_len is {self.context_len}, the limit is {MAX_CONTEXT} (one kernel program scans "
                 "a bit for each position): lower context_len"
             )
-        for field in ("max_spill_pages", "admission_window", "device_buffer_size"):
+        for field in ("max_hot_requests", "max_spill_pages", "admission_window", "device_buffer_size"):
             if getattr(self, field) is not None:
                 _check_whole(field, getattr(self, field), 1)
         _check_choice("eviction_policy", self.eviction_policy, EVICTION_POLICIES)
@@ -112,7 +115,11 @@ class Sizes:
             page_size=page_size,
             hot_rows=hot_rows,
             hot_pages=hot_pages,
-            hot_regions=min(config.max_requests, (config.device_pages - 1) // hot_pages),
+            hot_regions=min(
+                config.max_hot_requests or config.max_requests,
+                config.max_requests,
+                (config.device_pages - 1) // hot_pages,
+            ),
             context_pages=context_pages,
             transition_watermark=max(hot_pages, config.device_pages // 10),
             spill_budget=config.max_spill_pages or context_pages,

@@ -32,6 +32,11 @@ class Residency:
         """Device pages that are free and promised to nobody."""
         return self.leases.num_free - self.promised
 
+    @property
+    def can_give_hot(self) -> bool:
+        """A hot region is free, and pages for it."""
+        return bool(self.free_regions) and self.available >= self.sizes.hot_pages
+
     def first_needed(self, request: PagedRequest) -> int:
         """Index of the first page that the request must pin."""
         return max(0, len(request.pages) - ACTIVE_TAIL_PAGES) if request.hot_pages else 0
@@ -78,7 +83,7 @@ class Residency:
             return True
         self.pages.spill(self.sizes.spill_budget)
         for request in sorted(filter(self._can_yield, requests), key=lambda r: (-len(r.pages), r.order)):
-            if self.available >= target or self.available < self.sizes.hot_pages:
+            if self.available >= target or not self.can_give_hot:
                 break
             self.give_hot(request)
         return self.available >= target
@@ -90,7 +95,7 @@ class Residency:
         """
         stays_small = len(request.pages) + pages <= self.sizes.hot_pages + ACTIVE_TAIL_PAGES
         if not (request.hot_pages or stays_small or self.available >= pages + self.sizes.hot_pages):
-            if request.prefilling or request.restoring or self.available < self.sizes.hot_pages:
+            if request.prefilling or request.restoring or not self.can_give_hot:
                 return False
             self.give_hot(request)
         return self.available >= pages

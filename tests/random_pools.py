@@ -28,6 +28,7 @@ def random_config(rng: Random) -> HiSparseConfig:
         host_pages=rng.randint(18, 40),
         device_pages=2 * hot_pages + 4 + rng.choice((0, 2, 5, 9, 15)),
         max_requests=4,
+        max_hot_requests=rng.choice((None, None, None, 1, 2)),
         eager_host_mirror=rng.random() < 0.6,
         max_spill_pages=rng.choice((None, None, 1, 3)),
         admission_window=rng.choice((None, None, 24)),

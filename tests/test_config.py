@@ -30,7 +30,10 @@ def make_layout(page_size: int = 4, row_parts: tuple[int, ...] = (16,)) -> KVLay
             for bad in (0, 2.0)
         ),
         *((field, bad) for field in ("host_pages", "device_pages") for bad in (1, "8")),
-        *((field, 0) for field in ("device_buffer_size", "max_spill_pages", "admission_window")),
+        *(
+            (field, 0)
+            for field in ("max_hot_requests", "device_buffer_size", "max_spill_pages", "admission_window")
+        ),
         ("top_k", True),
         ("eviction_policy", "fifo"),
         ("kernels", "cuda"),
@@ -113,6 +116,15 @@ def test_sizes_of_the_defaults() -> None:
         transition_watermark=200,
         spill_budget=2048,
     )
+
+
+@pytest.mark.parametrize(("most", "regions"), [(None, 5), (1, 1), (4, 4), (100, 5)])
+def test_the_number_of_hot_regions(most: int | None, regions: int) -> None:
+    """No more than requests, than regions fit on the device, and than are allowed."""
+    sizes = {"context_len": 16, "host_pages": 9, "max_hot_requests": most}
+    few_pages = HiSparseConfig(top_k=4, device_pages=12, max_requests=6, **sizes)
+    few_requests = HiSparseConfig(top_k=4, device_pages=99, max_requests=5, **sizes)
+    assert [Sizes.of(config, 4).hot_regions for config in (few_pages, few_requests)] == [regions] * 2
 
 
 @pytest.mark.parametrize("page_size", [0, 3, 6, 2048])

@@ -118,6 +118,28 @@ def test_a_context_that_would_gain_nothing_is_given_no_hot_region() -> None:
     assert requests["a"].hot_pages
 
 
+def test_requests_hold_the_lowest_free_regions_and_no_more_than_are_allowed() -> None:
+    bench = Bench(device_pages=60, host_pages=60, max_requests=6, max_hot_requests=2)
+    for rid in "abc":
+        running(bench, rid, 9)
+    requests, residency = bench.coordinator.requests, bench.coordinator.residency
+    residency.relieve(1000, requests.values())
+    assert {rid: request.region for rid, request in requests.items()} == {"a": 0, "b": 1, "c": -1}
+    assert residency.available >= residency.sizes.hot_pages and not residency.can_give_hot
+    bench.pool.finish("a")
+    residency.relieve(1000, requests.values())
+    assert {rid: request.region for rid, request in requests.items()} == {"b": 1, "c": 0}
+    bench.pool.check_integrity()
+
+
+def test_a_prompt_that_needs_a_hot_region_waits_for_a_free_one() -> None:
+    bench = Bench(device_pages=14, max_hot_requests=1)
+    assert bench.pool.admit("a", [1] * 52) == Admission(0, 0, hot=True)
+    assert bench.pool.admit("b", [2] * 52) == Deferred("device pages")
+    bench.pool.abort("a")
+    assert bench.pool.admit("b", [2] * 52) == Admission(0, 0, hot=True)
+
+
 def test_an_admission_evicts_no_more_of_the_tree_than_it_lacks() -> None:
     bench = Bench(context_len=44, host_pages=12)
     bench.publish("a", [1] * 17)
