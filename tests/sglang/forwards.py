@@ -1,0 +1,206 @@
+"""A model that is only its KV cache: each forward writes rows, reads rows and compares every byte.
+
+A forward is checked and its tokens are sampled when it is launched; its reads and writes are put on the forward
+stream, a piece a layer. What it reads from tables of the scheduler it reads at the launch: SGLang lets the
+scheduler go on as soon as those reads are over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from streams import Device
+from texts import Text, rows
+
+NOBODY = -1
+
+
+class WrongRow(AssertionError):
+    """A reader was given a row that is not the row of that text and position."""
+
+
+class Memory(Protocol):
+    """How attention finds the rows of logical slots."""
+
+    def prefill_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Device rows int64 [n] of slots int64 [n]."""
+        ...
+
+    def decode_rows(self, step: Decode, layer: int) -> torch.Tensor:
+        """Device rows [requests, top_k] of the positions that were picked; -1 for none."""
+        ...
+
+
+@dataclass
+class Decode:
+    """The inputs of the sparse attention of one decode step; the rows behind ``num_real`` are padding."""
+
+    request_rows: torch.Tensor  # int64 [batch]
+    seq_lens: torch.Tensor  # int64 [batch]
+    slots: list[torch.Tensor]  # of each real request: int64 [its tokens]
+    positions: torch.Tensor  # int32 [batch, top_k]
+    num_real: int
+
+
+class Forwards:
+    """Launches the forwards of one engine and remembers whose row every logical slot holds."""
+
+    def __init__(self, runner: Any, memory: Memory, device: Device, top_k: int, leaders: list[bool]) -> None:
+        self.runner = runner
+        self.pool = runner.token_to_kv_pool
+        self.memory = memory
+        self.device = device
+        self.rng: Random = device.rng
+        self.top_k = top_k
+        self.leaders = leaders
+        self.texts: dict[str, Text] = {}
+        self.cached: dict[str, int] = {}  # tokens that the first prefill of a request did not compute
+        self.focus: dict[str, list[int]] = {}
+        allocator = runner.token_to_kv_pool_allocator
+        num_slots = getattr(allocator, "size_full", allocator.size) + allocator.page_size
+        self.owner = np.full(num_slots, NOBODY, dtype=np.int64)
+        self.seen: Counter[str] = Counter()
+
+    def launch(self, batch: Any) -> None:
+        if batch.forward_mode.is_idle():
+            self.seen["idle batches"] += 1
+            return
+        decode = batch.forward_mode.is_decode()
+        lens = batch.seq_lens_cpu.tolist()
+        starts = [n - 1 for n in lens] if decode else list(batch.extend_prefix_lens_cpu)
+        texts = [self.texts[rid] for rid in batch.rids]
+        request_rows = batch.req_pool_indices.tolist()
+        table = self.runner.req_to_token_pool.req_to_token
+        slots = [table[row, :n].long() for row, n in zip(request_rows, lens, strict=True)]
+        numbers = [text.slice(0, n) for text, n in zip(texts, lens, strict=True)]
+        new = list(zip(texts, starts, lens, strict=True))
+        expected = [text.tokens[start:end] for text, start, end in new]
+        if batch.input_ids.tolist() != sum(expected, []):
+            raise AssertionError(f"forward of {batch.rids} over {batch.input_ids.tolist()}, not {expected}")
+        written = torch.cat([s[start:] for s, start in zip(slots, starts, strict=True)])
+        if not torch.equal(written, batch.out_cache_loc.long()):
+            raise AssertionError(
+                f"{batch.rids} write {batch.out_cache_loc.tolist()}, their table says {written}"
+            )
+        self._check_owners(batch.rids, slots, numbers, starts)
+        self.owner[written.numpy()] = np.concatenate([n[s:] for n, s in zip(numbers, starts, strict=True)])
+        for rid, start in zip(batch.rids, starts, strict=True):
+            if not decode:
+                self.cached.setdefault(rid, start)
+        kind = "decode" if decode else "prefill"
+        self.seen[f"{kind} steps"] += 1
+        self.seen[f"{kind} rows written"] += len(written)
+        fresh = np.concatenate([n[s:] for n, s in zip(numbers, starts, strict=True)])
+        step = self._decode(batch, slots) if decode else None
+        for layer in range(len(self.leaders)):
+            self.device.forward.put(
+                lambda layer=layer: self._layer(layer, written, fresh, slots, numbers, step)
+            )
+        if self.device.current is not self.device.forward:
+            self.device.forward.synchronize()
+
+    def sample(self, batch: Any) -> torch.Tensor:
+        lens = batch.seq_lens_cpu.tolist()
+        return torch.tensor([self.texts[r].token(n) for r, n in zip(batch.rids, lens, strict=True)])
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """int64 [device rows, words]: the device buffer of a layer, as words."""
+        buffer = self.pool.kv_buffer[layer]
+        return buffer.view(buffer.shape[0], -1).view(torch.int64)
+
+    def _layer(
+        self,
+        layer: int,
+        written: torch.Tensor,
+        fresh: np.ndarray,
+        slots: list[torch.Tensor],
+        numbers: list[np.ndarray],
+        step: Decode | None,
+    ) -> None:
+        self._write(layer, written, fresh)
+        if step is None:
+            found = self.memory.prefill_rows(torch.cat(slots))
+            self._compare(f"prefill, layer {layer}", layer, found, np.concatenate(numbers))
+            self.seen["prefill rows read"] += len(found)
+            return
+        if self.leaders[layer]:
+            step.positions = self._positions(step)
+        found = self.memory.decode_rows(step, layer)
+        wanted = step.positions[: step.num_real].numpy()
+        if (found[step.num_real :] != -1).any():
+            raise WrongRow(f"padding reads rows {found[step.num_real :].tolist()}")
+        rows_found = found[: step.num_real].numpy()
+        if ((rows_found < 0) != (wanted < 0)).any():
+            at = tuple(np.argwhere((rows_found < 0) != (wanted < 0))[0])
+            raise WrongRow(f"decode, layer {layer}: position {wanted[at]} comes out as row {rows_found[at]}")
+        picked = np.concatenate([n[w[w >= 0]] for n, w in zip(numbers, wanted, strict=True)])
+        real = torch.from_numpy(rows_found[wanted >= 0])
+        self._compare(f"decode, layer {layer}", layer, real, picked)
+        self.seen["decode rows read"] += len(picked)
+
+    def _write(self, layer: int, slots: torch.Tensor, numbers: np.ndarray) -> None:
+        if self.rng.random() < 0.3:  # a padded batch writes to slot 0
+            slots = torch.cat([slots, torch.zeros(2, dtype=slots.dtype)])
+            numbers = np.concatenate([numbers, np.zeros(2, dtype=np.int64)])
+        words = self.rows(layer).shape[1]
+        data = torch.from_numpy(rows(numbers, layer, words)).view(self.pool.dtype)
+        nope = self.pool.kv_lora_rank
+        where = SimpleNamespace(layer_id=layer)
+        self.pool.set_mla_kv_buffer(where, slots, data[:, None, :nope], data[:, None, nope:])
+
+    def _compare(self, what: str, layer: int, found: torch.Tensor, numbers: np.ndarray) -> None:
+        memory = self.rows(layer)
+        data = memory[found.long()].numpy()
+        expected = rows(numbers, layer, memory.shape[1])
+        if not np.array_equal(data, expected):
+            at = int((data != expected).any(-1).nonzero()[0][0])
+            raise WrongRow(
+                f"{what}, entry {at}: device row {int(found[at])} holds {data[at, :2]}, not {expected[at, :2]}"
+            )
+
+    def _check_owners(
+        self, rids: list[str], slots: list[torch.Tensor], numbers: list[np.ndarray], starts: list[int]
+    ) -> None:
+        for rid, held, wanted, start in zip(rids, slots, numbers, starts, strict=True):
+            wrong = self.owner[held[:start].numpy()] != wanted[:start]
+            if wrong.any():
+                at = int(wrong.nonzero()[0][0])
+                raise WrongRow(f"{rid}: slot {int(held[at])} of position {at} is the row of another text")
+
+    def _decode(self, batch: Any, slots: list[torch.Tensor]) -> Decode:
+        most = self.runner.req_to_token_pool.size - len(slots)  # a graph is captured for no more
+        padding = min(most, self.rng.choice((0, 0, 1, 3)))
+        request_rows = torch.cat([batch.req_pool_indices.long(), torch.zeros(padding, dtype=torch.int64)])
+        seq_lens = torch.cat([batch.seq_lens.long(), torch.ones(padding, dtype=torch.int64)])
+        step = Decode(request_rows, seq_lens, slots, torch.empty(0), len(slots))
+        self.seen["padded rows"] += padding
+        self.rids = batch.rids
+        return step
+
+    def _positions(self, step: Decode) -> torch.Tensor:
+        """The newest positions, some that the request asked for before, and some at random."""
+        positions = torch.full((len(step.seq_lens), self.top_k), -1, dtype=torch.int32)
+        for i, n in enumerate(step.seq_lens[: step.num_real].tolist()):
+            if n <= self.top_k:
+                picked = list(range(n))
+            else:
+                newest = range(n - self.rng.randint(1, 8), n)
+                base = self.rng.randrange(n)
+                near = [(base + j * self.rng.choice((1, 1, 7))) % n for j in range(self.top_k)]
+                pool = dict.fromkeys([*newest, *near])
+                picked = list(pool)[: self.top_k]
+                while len(picked) < self.top_k:
+                    other = self.rng.randrange(n)
+                    if other not in pool:
+                        pool[other] = None
+                        picked.append(other)
+            self.rng.shuffle(picked)
+            positions[i, : len(picked)] = torch.tensor(picked, dtype=torch.int32)
+        positions[step.num_real :] = self.rng.choice((-1, 0))
+        return positions
