@@ -101,6 +101,9 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
             tree_cache.evict_for_alloc(EvictParams(num_tokens=shortfall))
         return None
 
+    def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
+        return 0  # a hot region is no part of an admission
+
     def get_extend_allocation_demand(
         self,
         prefix_lens_cpu: torch.Tensor,
