@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 # This folder is called sglang too: without SGLang it is found as a namespace package, which has no file.
 _spec = importlib.util.find_spec("sglang")
 HAS_SGLANG = _spec is not None and _spec.origin is not None
+
+sys.path.insert(0, str(Path(__file__).parent))  # the helper modules of this folder
 
 if HAS_SGLANG:
     # torchvision is built for CUDA. Its Python part registers fakes of two operators that it lacks on a CPU.
@@ -29,3 +32,14 @@ class _SkippedModule(pytest.Module):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """A stand-in for each module of this folder that is not even imported without SGLang."""
     return None if HAS_SGLANG else _SkippedModule.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session")
+def plugin() -> None:
+    """The hooks of the plugin, applied to the SGLang of this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from hisparse_sgl.integrations.sglang import register
+
+    register()
+    HookRegistry.apply_hooks()

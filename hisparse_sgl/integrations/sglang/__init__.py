@@ -18,8 +18,8 @@ SWITCH = "HISPARSE_SGL"
 def register() -> None:
     """Register the hooks of the plugin with SGLang; calling it again changes nothing.
 
-    The hooks act only under ``--enable-hisparse``. The flags are not known yet when SGLang calls this, so what
-    stands against the plugin here is kept, and reported by the validation of a server that wants HiSparse.
+    The hooks act only under ``--enable-hisparse``. The flags are not known yet when SGLang calls this, so
+    what stands against the plugin is kept, and reported when a server wants HiSparse.
     """
     if os.environ.get(SWITCH, "1").strip() == "0":
         logger.info("hisparse_sgl is switched off by %s=0", SWITCH)

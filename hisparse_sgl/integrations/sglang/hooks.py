@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from hisparse_sgl.integrations.sglang import targets
@@ -13,6 +12,7 @@ from hisparse_sgl.integrations.sglang.signatures import (
     ALLOCATOR,
     BATCH,
     COORDINATOR,
+    MODEL_RUNNER,
     OBSERVER,
     POOL,
     SCHEDULER,
@@ -45,12 +45,7 @@ HOOKS = (
     Hook(f"{SCHEDULER}.get_prefill_adder_class", "around", "scheduling", "get_prefill_adder_class"),
     Hook(f"{SCHEDULER}.get_next_batch_to_run", "around", "scheduling", "get_next_batch_to_run"),
     Hook(f"{BATCH}.prepare_for_decode", "around", "scheduling", "prepare_for_decode"),
-    Hook(
-        "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
-        "around",
-        "scheduling",
-        "forward_raw",
-    ),
+    Hook(f"{MODEL_RUNNER}._forward_raw", "around", "scheduling", "forward_raw"),
     Hook(f"{SCHEDULER}.init_metrics_collector", "around", "prometheus", "init_metrics_collector"),
     Hook(f"{OBSERVER}.get_pool_stats", "around", "stats", "get_pool_stats"),
 )
@@ -60,19 +55,14 @@ def register() -> None:
     """Register the gate, then everything else or nothing."""
     _apply(GATE, _load(GATE))
     try:
-        loaded = [(hook, _load(hook)) for hook in HOOKS if _is_there(hook.home)]
-        if _is_there("tree"):
-            _register_tree()
+        loaded = [(hook, _load(hook)) for hook in HOOKS]
+        _register_tree()
     except Exception as error:
         logger.warning("hisparse_sgl: --enable-hisparse will be refused", exc_info=True)
         targets.note_failure(f"import: expected to load, found {type(error).__name__}: {error}")
         return
     for hook, function in loaded:
         _apply(hook, function)
-
-
-def _is_there(home: str) -> bool:
-    return find_spec(f"hisparse_sgl.integrations.sglang.{home}") is not None
 
 
 def _load(hook: Hook) -> Callable[..., Any]:

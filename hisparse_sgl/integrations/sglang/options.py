@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Options(BaseModel):
-    """Checked options. ``parse`` makes one; ``ValueError`` names the field, its value, the limit and the fix."""
+    """Checked options, made by ``parse``. Its errors name the field, its value, the limit and the fix."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -100,8 +100,8 @@ def _refuse_unknown(given: dict[str, object], known: list[str]) -> None:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)
             raise ValueError(
-                f"--hisparse-config has {name!r}: {given[name]!r}, the limit is the fields {', '.join(known)}: "
-                f"did you mean {near[0]!r}?"
+                f"--hisparse-config has {name!r}: {given[name]!r}, the limit is the fields "
+                f"{', '.join(known)}: did you mean {near[0]!r}?"
             )
 
 
@@ -116,11 +116,11 @@ def _explain(entry: object) -> str:
 def _check_hot_rows(rows: int, top_k: int, name: str) -> None:
     if rows < top_k:
         raise ValueError(
-            f"device_buffer_size of --hisparse-config is {rows}, the limit is {name} = {top_k}: one step selects "
-            f"as many rows. Set it to at least {-(-top_k // PAGE_SIZE) * PAGE_SIZE}, better twice that"
+            f"device_buffer_size of --hisparse-config is {rows}, the limit is {name} = {top_k}: one step "
+            f"selects as many. Set it to at least {-(-top_k // PAGE_SIZE) * PAGE_SIZE}, better twice that"
         )
     if rows > MAX_HOT_ROWS:
         raise ValueError(
-            f"top_k of --hisparse-config is {top_k}, the limit of a hot region is {MAX_HOT_ROWS} rows and this "
-            f"asks for {rows}: lower top_k or set device_buffer_size"
+            f"top_k of --hisparse-config is {top_k}, the limit of a hot region is {MAX_HOT_ROWS} rows and "
+            f"this asks for {rows}: lower top_k or set device_buffer_size"
         )

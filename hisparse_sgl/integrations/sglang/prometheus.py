@@ -1,7 +1,7 @@
 """The pool's metrics on SGLang's ``/metrics``.
 
-SGLang's processes share ``prometheus_client``'s multiprocess files, in which custom collectors are not seen. So
-plain counters, gauges and histograms are kept here and moved forward by what the pool counted since last time.
+SGLang's processes share ``prometheus_client``'s multiprocess files, in which custom collectors are not seen.
+So plain counters, gauges and histograms are kept here and moved on by what the pool counted since last time.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def init_metrics_collector(original: Callable[[Any], None], self: Any) -> None:
 def new_values(before: Histogram, after: Histogram) -> list[float]:
     """Values that lead from one state of a histogram to the next: same buckets, same sum.
 
-    The values themselves are not kept; each is put between the bounds of its bucket, all at the same fraction of
-    the way, or the rest goes to the open bucket.
+    The values themselves are not kept; each is put between the bounds of its bucket, all at the same fraction
+    of the way, or the rest goes to the open bucket.
     """
     counts = [b - a for a, b in zip(before.counts, after.counts, strict=True)]
     lows, total = (0.0, *SECONDS_BUCKETS), after.total - before.total

@@ -15,6 +15,7 @@ ALLOCATOR = "sglang.srt.mem_cache.allocator.hisparse.HiSparseTokenToKVPoolAlloca
 COORDINATOR = "sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 OBSERVER = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 
 SIGNATURES: dict[str, dict[str, Expected]] = {
@@ -35,7 +36,7 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
     BATCH: {
         "prepare_for_decode": "self",
     },
-    "sglang.srt.model_executor.model_runner.ModelRunner": {
+    MODEL_RUNNER: {
         "_forward_raw": (
             "self, forward_batch, pp_proxy_tensors, reinit_attn_backend=False, split_forward_count=1"
         ),
@@ -48,9 +49,9 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
     },
     POOL: {
         "__init__": (
-            "self, size, page_size, kv_lora_rank, dtype, qk_rope_head_dim, layer_num, device, index_head_dim, "
-            "enable_memory_saver, kv_cache_dim, start_layer=None, end_layer=None, index_kpool=1, "
-            "index_kpool_compress=False, tail_extra_slots=0, max_running_requests=None, "
+            "self, size, page_size, kv_lora_rank, dtype, qk_rope_head_dim, layer_num, device, "
+            "index_head_dim, enable_memory_saver, kv_cache_dim, start_layer=None, end_layer=None, "
+            "index_kpool=1, index_kpool_compress=False, tail_extra_slots=0, max_running_requests=None, "
             "skip_topk_layers=None, host_to_device_ratio=2"
         ),
         "get_cpu_copy": "self, indices, mamba_indices=None, req_pool_index=None",
@@ -63,7 +64,10 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "translate_loc_to_hisparse_device": "self, compressed_indices",
     },
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool": {
+        "_clear_buffers": "self",
         "_create_buffers": "self",
+        "set_kv_buffer": "self, layer, loc_info, cache_k, cache_v, layer_id_override=None",
+        "set_mla_kv_buffer": "self, layer, loc_info, cache_k_nope, cache_k_rope, layer_id_override=None",
     },
     ALLOCATOR: {
         "__init__": "self, size, page_size, dtype, device, kvcache, need_sort, host_to_device_ratio=2",
@@ -98,8 +102,9 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
     },
     COORDINATOR: {
         "__init__": (
-            "self, req_to_token_pool, token_to_kv_pool_allocator, top_k, device_buffer_size, device, tp_group, "
-            "host_to_device_ratio=2, swap_in_block_size=960, shared_index_layers=None, num_draft_tokens=0"
+            "self, req_to_token_pool, token_to_kv_pool_allocator, top_k, device_buffer_size, device, "
+            "tp_group, host_to_device_ratio=2, swap_in_block_size=960, shared_index_layers=None, "
+            "num_draft_tokens=0"
         ),
         "abort_staging_request": "self, req",
         "admit_request_direct": "self, req",
@@ -132,6 +137,7 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "claim_kv_row": "self, req",
         "dec_lock_ref": "self, node_id, params, skip_swa=False",
         "evict": "self, params",
+        "evict_for_alloc": ("self, params", "self, params, *, allocation_reclaim_satisfied=None"),
         "evictable_size": "self",
         "free_kv_row": "self, kv, ranges",
         "inc_lock_ref": "self, node_id, skip_lock_components=()",
@@ -144,6 +150,8 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "prefix_device_indices": "self, req",
         "protected_size": "self",
         "reset": "self",
+        "root_node_handle": "self, extra_key=None",
+        "supports_prefix_sharing": "self",
         "unlock": "self, lock",
     },
     "sglang.srt.managers.schedule_policy.PrefillAdder": {

@@ -15,9 +15,9 @@ from hisparse_sgl.metrics import Metric
 class LaggedCounters:
     """A device tensor of counters, as it was when the last copy of it landed.
 
-    ``read`` never waits: it starts a copy to pinned memory on a stream of its own where none is in flight, and
-    returns what landed last, zeros before the first. Words are copied whole, so a counter is never torn, but
-    counters may be of slightly different moments. Do not call it while a CUDA graph is captured.
+    ``read`` never waits: where no copy is in flight it starts one, to pinned memory on a stream of its own,
+    and it returns what landed last, zeros before the first. Words are copied whole, so a counter is never
+    torn, but counters may be of slightly different moments. Do not call it while a CUDA graph is captured.
 
     Args:
         counters: any shape and dtype; must outlive this object.

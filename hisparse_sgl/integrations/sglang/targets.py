@@ -33,7 +33,7 @@ def note_failure(reason: str) -> None:
 
 
 def check() -> None:
-    """Raise ``SystemExit`` unless SGLang's version is supported and all of ``SIGNATURES`` is found as written."""
+    """Raise ``SystemExit`` unless SGLang's version is supported and has all of ``SIGNATURES`` as written."""
     wrong = _wrong_version() or [*_failures, *_mismatches()]
     if wrong:
         _refuse(wrong)
@@ -99,6 +99,6 @@ def _refuse(wrong: list[str]) -> None:
     listed = "\n".join(f"  {line}" for line in wrong)
     raise SystemExit(
         f"hisparse_sgl does not work with this SGLang {__version__}:\n{listed}\n"
-        f"It works with sglang{SUPPORTED}: install one of these, for example pip install 'sglang==0.5.23', or "
-        "set HISPARSE_SGL=0 to serve without the plugin."
+        f"It works with sglang{SUPPORTED}: install one of these, for example pip install 'sglang==0.5.23', "
+        "or set HISPARSE_SGL=0 to serve without the plugin."
     )

@@ -14,84 +14,69 @@ STOCK = "set HISPARSE_SGL=0 and pass --disable-radix-cache for SGLang's own HiSp
 
 
 class Refusal(NamedTuple):
-    """A setting that we do not serve. ``refused`` gets SGLang's resolved settings."""
+    """A setting that we do not serve. ``found`` gets SGLang's resolved settings and returns what is wrong."""
 
     flag: str
-    refused: Callable[[Any], bool]
-    fix: str
+    found: Callable[[Any], object | None]
+    fix: str = "leave it out"
 
 
-def _is_set(name: str) -> Callable[[Any], bool]:
-    return lambda cfg: bool(getattr(cfg, name))
+def _set(name: str) -> Callable[[Any], object | None]:
+    return lambda cfg: "set" if getattr(cfg, name) else None
 
 
-def _over_one(name: str) -> Callable[[Any], bool]:
-    return lambda cfg: (getattr(cfg, name) or 1) > 1
+def _other(name: str, *served: object) -> Callable[[Any], object | None]:
+    return lambda cfg: None if getattr(cfg, name) in served else getattr(cfg, name)
 
 
+def _prefill_graph(cfg: Any) -> object | None:
+    backend = cfg.cuda_graph_config.prefill.backend
+    return None if backend in ("breakable", "disabled") else backend
+
+
+# SGLang refuses more with --enable-hisparse: mixed chunks, DCP, KV sharding, unified memory, beam search.
 REFUSALS = (
     Refusal(
-        "--speculative-algorithm",
-        lambda cfg: (cfg.speculative_algorithm or "NONE").upper() != "NONE",
-        f"leave it out, or {STOCK}",
+        "--speculative-algorithm", _other("speculative_algorithm", None, "NONE"), f"leave it out, or {STOCK}"
     ),
-    Refusal("--disaggregation-mode", lambda cfg: cfg.disaggregation_mode != "null", f"use null, or {STOCK}"),
-    Refusal(
-        "--disaggregation-decode-enable-offload-kvcache",
-        _is_set("disaggregation_decode_enable_offload_kvcache"),
-        "leave it out: the host pool holds every row already",
-    ),
-    Refusal(
-        "--disaggregation-decode-retraction-backup host_pool",
-        lambda cfg: cfg.disaggregation_decode_retraction_backup == "host_pool",
-        "leave it out: a retracted request finds its rows in the host pool",
-    ),
-    Refusal("--pp-size", _over_one("pp_size"), "use 1 and raise --tp-size"),
-    Refusal("--dcp-size", _over_one("dcp_size"), "use 1"),
-    Refusal("--attn-cp-size", _over_one("attn_cp_size"), "use 1"),
-    Refusal("--enable-prefill-cp", _is_set("enable_prefill_cp"), "leave it out"),
-    Refusal("--enable-dsa-cache-layer-split", _is_set("enable_dsa_cache_layer_split"), "leave it out"),
+    Refusal("--disaggregation-mode", _other("disaggregation_mode", "null"), f"use null, or {STOCK}"),
+    Refusal("--pp-size", _other("pp_size", 1), "use 1 and raise --tp-size"),
+    Refusal("--enable-prefill-cp", _set("enable_prefill_cp")),
+    Refusal("--attn-cp-size", _other("attn_cp_size", 1), "use 1"),
     Refusal(
         "--enable-hierarchical-cache",
-        _is_set("enable_hierarchical_cache"),
+        _set("enable_hierarchical_cache"),
         "leave it out: the host pool is the hierarchy, its size is host_to_device_ratio of --hisparse-config",
     ),
-    Refusal("--enable-lmcache", _is_set("enable_lmcache"), "leave it out"),
-    Refusal("--enable-flexkv", _is_set("enable_flexkv"), "leave it out"),
-    Refusal(
-        "--enable-unified-cache-external-linker",
-        _is_set("enable_unified_cache_external_linker"),
-        "leave it out",
-    ),
+    Refusal("--enable-lmcache", _set("enable_lmcache")),
+    Refusal("--enable-flexkv", _set("enable_flexkv")),
+    Refusal("--enable-unified-cache-external-linker", _set("enable_unified_cache_external_linker")),
     Refusal(
         "--radix-cache-backend",
-        lambda cfg: cfg.radix_cache_backend not in (None, BACKEND),
-        f"leave it out, the plugin picks {BACKEND!r}",
+        _other("radix_cache_backend", None, BACKEND),
+        f"leave it out, the plugin picks {BACKEND}",
     ),
     Refusal(
         "--enable-session-radix-cache",
-        _is_set("enable_session_radix_cache"),
-        "leave it out: prefixes of a session are shared by the radix cache without it",
+        _set("enable_session_radix_cache"),
+        "leave it out: the turns of a session share their prefix without it",
     ),
-    Refusal("--enable-streaming-session", _is_set("enable_streaming_session"), "leave it out"),
-    Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "leave it out"),
+    Refusal("--enable-streaming-session", _set("enable_streaming_session")),
+    Refusal("--enable-two-batch-overlap", _set("enable_two_batch_overlap")),
     Refusal(
         "--cuda-graph-backend-prefill",
-        lambda cfg: cfg.cuda_graph_config.prefill.backend not in ("breakable", "disabled"),
+        _prefill_graph,
         "use breakable (SGLang's default) or disabled: both run attention outside the graph",
     ),
-    Refusal("--enable-torch-compile", _is_set("enable_torch_compile"), "leave it out"),
-    Refusal("--enable-pdmux", _is_set("enable_pdmux"), "leave it out"),
-    Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "serve a model that decodes token by token"),
-    Refusal("--enable-unified-memory", _is_set("enable_unified_memory"), "leave it out"),
-    Refusal("--enable-page-major-kv-layout", _is_set("enable_page_major_kv_layout"), "leave it out"),
+    Refusal("--enable-torch-compile", _set("enable_torch_compile")),
+    Refusal("--enable-pdmux", _set("enable_pdmux")),
     Refusal(
         "--enable-memory-saver",
-        _is_set("enable_memory_saver"),
-        "leave it out: the pinned host pool and its tables cannot be released and resumed",
+        _set("enable_memory_saver"),
+        "leave it out: it takes device pages away while copies may still read them",
     ),
-    Refusal("--kv-canary", lambda cfg: cfg.kv_canary != "none", "use audit_every of --hisparse-config"),
-    Refusal("--page-size", lambda cfg: cfg.page_size != PAGE_SIZE, f"use {PAGE_SIZE}, or leave it out"),
+    Refusal("--kv-canary", _other("kv_canary", "none"), "use audit_every of --hisparse-config"),
+    Refusal("--page-size", _other("page_size", PAGE_SIZE), f"use {PAGE_SIZE}, or leave it out"),
 )
 
 
@@ -116,9 +101,10 @@ def validate_hisparse(original: Callable[[Any], None], server_args: Any) -> None
     _check_model(server_args, options)
     _check_platform(cfg)
     for refusal in REFUSALS:
-        if refusal.refused(cfg):
+        found = refusal.found(cfg)
+        if found is not None:
             raise ValueError(
-                f"{refusal.flag} does not work with --enable-hisparse of hisparse_sgl: {refusal.fix}"
+                f"{refusal.flag} is {found}, not served with --enable-hisparse by hisparse_sgl: {refusal.fix}"
             )
     _select_backend(server_args, cfg)
 
@@ -158,14 +144,14 @@ def _check_model(server_args: Any, options: Options) -> None:
     name = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     if not is_deepseek_dsa(hf_config):
         raise ValueError(
-            f"--model-path is a {name}, the limit of hisparse_sgl is DSA models (DeepSeek V3.2, GLM-5): serve one "
-            f"of these, or {STOCK}"
+            f"--model-path is a {name}, the limit of hisparse_sgl is DSA models (DeepSeek V3.2, GLM-5): "
+            f"serve one of these, or {STOCK}"
         )
     text_config = config.hf_text_config
     if uses_kda_attention(hf_config) or get_dsa_index_kpool(text_config) > 1:
         raise ValueError(
-            f"--model-path is a {name} with linear attention or a pooled indexer, the limit of hisparse_sgl is "
-            "DSA in every layer with one index key a token: serve such a model, or leave out --enable-hisparse"
+            f"--model-path is a {name} with linear attention or a pooled indexer, the limit of hisparse_sgl "
+            "is DSA in every layer, one index key a token: serve such a model, or leave out --enable-hisparse"
         )
     options.check_model(text_config.index_topk)
 
@@ -177,8 +163,8 @@ def _check_platform(cfg: Any) -> None:
     if cfg.device != "cuda" or platform.is_hip:
         found = "ROCm" if platform.is_hip else cfg.device
         raise ValueError(
-            f"--device is {found}, the limit of hisparse_sgl is cuda (NVIDIA): serve on such a GPU, or leave out "
-            "--enable-hisparse"
+            f"--device is {found}, the limit of hisparse_sgl is cuda (NVIDIA): serve on such a GPU, or leave "
+            "out --enable-hisparse"
         )
 
 
