@@ -125,7 +125,7 @@ class Residency:
             self.leases.release_hot(request.hot_pages)
             heapq.heappush(self.free_regions, request.region)
             request.hot_pages, request.region = [], -1
-        self.deltas.hot_regions[request.row] = (-1, [])
+            self.deltas.hot_regions[request.row] = (-1, [])
 
     def cut(self, request: PagedRequest, count: int) -> list[int]:
         """Take the request's pages from index ``count`` on away from it; the caller frees them."""

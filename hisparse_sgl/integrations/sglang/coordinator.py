@@ -279,18 +279,22 @@ class Coordinator:
             host_token_usage=used / host,
         )
 
-    def metrics(self) -> list[Metric]:
-        """All series of docs/metrics.md; the kernels' counts are those of the last landed read."""
-        self.runtime.fill(self.counters, self.kernel_stats.read())
+    def metrics(self, exact: bool = False) -> list[Metric]:
+        """All series of docs/metrics.md; without ``exact`` the kernels' counts are those of the last landed
+        read, and the GPU is not waited for."""
+        self.runtime.fill(self.counters, None if exact else self.kernel_stats.read())
         leases = self.lifecycle.leases
         self.counters.pages_unpinned, self.counters.pages_reused = leases.unpinned, leases.reused
         self.counters.pages_adopted = leases.adopted
         return snapshot(self.counters, self.lifecycle)
 
     def destroy(self) -> None:
-        """End all copies, then give the host memory back."""
+        """End all copies, then give the host memory back. The counts go to the log."""
         if self.device_pool.buffer.is_cuda:
             torch.cuda.synchronize(self.device_pool.buffer.device)
+        counters = [m for m in self.metrics(exact=True) if m.kind == "counter"]
+        counts = {m.name.removeprefix("hisparse:"): m.value for m in counters}
+        logger.info("hisparse_sgl served: %s", ", ".join(f"{k} {v}" for k, v in counts.items() if v))
         self.host_pool.close()
 
     def check_integrity(self) -> None:
