@@ -23,6 +23,7 @@ from hisparse_sgl.kernels.rows import row_view
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+from hisparse_sgl.requests import Deltas
 from hisparse_sgl.runtime import Runtime
 
 GROUPS = (IndexGroup(0, (1, 2, 3)), IndexGroup(4, (5, 6, 7)))
@@ -59,7 +60,8 @@ class Step:
             torch.from_numpy(place_pages(rng, cell, config.host_pages, self.runtime.row.page_bytes))
         )
         regions = 1 + np.arange(shape.batch * sizes.hot_pages).reshape(shape.batch, sizes.hot_pages)
-        self.runtime.tables.hot_pages.copy_(torch.from_numpy(regions.astype(np.int32)))
+        held = {row: (row, pages) for row, pages in enumerate(regions.tolist())}
+        self.runtime.apply(Deltas(hot_regions=held))
         self.runtime.set_batch(list(range(shape.batch)), 1)
         chosen = [
             [select_positions(rng, cell, STEPS)[:, 0] for _ in range(shape.batch)] for _ in range(len(GROUPS))

@@ -23,6 +23,7 @@ def run_resolve(work: Workload, step: int) -> None:
     resolve(
         work.positions[step],
         work.request_rows,
+        work.region_rows,
         work.tables,
         work.hot,
         work.scratch,
@@ -54,12 +55,13 @@ class Shadow:
         self.work = work
         self.batch_rows = batch_rows
         self.owners = work.request_rows[batch_rows].long()
+        self.regions = work.region_rows[batch_rows].long()
         queries = [row * cell.query_rows + i for row in batch_rows for i in range(cell.query_rows)]
         self.queries = torch.tensor(queries, device=self.owners.device)
         self.tables = Tables(
             work.tables.page_table[self.owners].cpu(),
             work.tables.resident_page.cpu(),
-            work.tables.hot_pages[self.owners].cpu(),
+            work.tables.hot_pages[self.regions].cpu(),
         )
         self.hot = HotState.empty(len(batch_rows), cell.hot_rows, cell.context)
         self.plan = CopyPlan.empty(len(queries) * cell.top_k, len(batch_rows))
@@ -72,9 +74,11 @@ class Shadow:
             GateError: something differs.
         """
         work = self.work
+        own_rows = torch.arange(len(self.batch_rows), dtype=torch.int32)
         resolve_reference(
             work.positions[step][self.queries].cpu(),
-            torch.arange(len(self.batch_rows), dtype=torch.int32),
+            own_rows,
+            own_rows,
             self.tables,
             self.hot,
             self.plan,
@@ -85,7 +89,7 @@ class Shadow:
         )
         pairs = {"out_rows": (work.out_rows[self.queries], self.out_rows)}
         for name in HotState._fields:
-            pairs[name] = (getattr(work.hot, name)[self.owners], getattr(self.hot, name))
+            pairs[name] = (getattr(work.hot, name)[self.regions], getattr(self.hot, name))
         for name, (got, want) in pairs.items():
             different = int((got.cpu() != want).sum())
             if different:

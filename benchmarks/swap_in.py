@@ -104,7 +104,7 @@ def time_cell(work: Workload, start: HotState, plans: list[CopyPlan]) -> dict[st
 
 
 def footprint(work: Workload) -> dict[str, float]:
-    """Device bytes of the hot state a request: of one index group, and shared by all groups of a model."""
+    """Device bytes of the hot state a region: of one index group, and shared by all groups of a model."""
     scratch = sum(tensor[0].numel() * tensor.element_size() for tensor in work.scratch[:3])
     state = sum(tensor[0].numel() * tensor.element_size() for tensor in work.hot)
     return {

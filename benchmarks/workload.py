@@ -92,6 +92,7 @@ class Workload:
     scratch: Scratch
     plan: CopyPlan
     request_rows: torch.Tensor
+    region_rows: torch.Tensor
     positions: torch.Tensor
     out_rows: torch.Tensor
     stats: torch.Tensor
@@ -144,7 +145,7 @@ def build(
     requests = max(MAX_REQUESTS, cell.batch) if where.type == "cuda" else cell.batch + 1
     hot_pages, context_pages = cell.hot_rows // PAGE_SIZE, cell.context // PAGE_SIZE
     owners = rng.permutation(requests)[: cell.batch].astype(np.int32)
-    tables = Tables.empty(requests, context_pages, host.shape[0], hot_pages, where)
+    tables = Tables.empty(requests, context_pages, host.shape[0], requests, hot_pages, where)
     placed = torch.from_numpy(place_pages(rng, cell, host.shape[0], row.page_bytes)).to(where)
     request_rows = torch.from_numpy(owners).to(where)
     tables.page_table[request_rows.long()] = placed
@@ -169,6 +170,7 @@ def build(
         scratch=Scratch.empty(requests, cell.context, cell.hot_rows, where),
         plan=CopyPlan.empty(capacity, requests, where),
         request_rows=request_rows,
+        region_rows=requests - 1 - request_rows,
         positions=torch.from_numpy(chosen.reshape(shape)).to(where),
         out_rows=torch.full(shape[1:], -1, dtype=torch.int32, device=where),
         stats=torch.zeros(4, dtype=torch.int64, device=where),

@@ -24,8 +24,9 @@ class Costs:
     hot_rows: int
     hot_pages: int
     hot_region_bytes: int
-    fixed_state_bytes: int  # hot state of one request beside its hints, all index groups
-    hint_page_bytes: int  # hints for one page of its context, all index groups
+    region_row_bytes: int  # hot state of one region beside its hints, all index groups
+    hint_page_bytes: int  # hints for one page of a context, all index groups
+    step_state_bytes: int  # plan and answer of one request, all index groups
     window_bytes: int
     context_pages: int
     step_row_bytes: int  # rows that one request selects in one step, all layers
@@ -38,7 +39,7 @@ class Costs:
         hot_rows = _hot_rows(workload.hot_rows, selected)
         hot_pages = hot_rows // PAGE_ROWS
         draft = model.draft_page_bytes(workload.kv_dtype) if workload.query_rows > 1 else 0
-        state = HOT_ROW_STATE_BYTES * hot_rows + SELECTED_ROW_STATE_BYTES * selected
+        groups = len(group.index_groups)
         return cls(
             page_tokens=model.page_tokens,
             page_rows_bytes=page.rows,
@@ -47,8 +48,9 @@ class Costs:
             hot_rows=hot_rows,
             hot_pages=hot_pages,
             hot_region_bytes=hot_pages * page.rows,
-            fixed_state_bytes=len(group.index_groups) * state,
-            hint_page_bytes=len(group.index_groups) * POSITION_STATE_BYTES * PAGE_ROWS,
+            region_row_bytes=groups * HOT_ROW_STATE_BYTES * hot_rows,
+            hint_page_bytes=groups * POSITION_STATE_BYTES * PAGE_ROWS,
+            step_state_bytes=groups * SELECTED_ROW_STATE_BYTES * selected,
             window_bytes=model.window_bytes(),
             context_pages=-(-workload.context // model.page_tokens),
             step_row_bytes=selected * group.num_layers * group.row.row_bytes,
@@ -59,14 +61,18 @@ class Costs:
         """Device bytes that one host page costs."""
         return self.page_index_bytes + self.page_other_bytes
 
-    @property
-    def hot_state_bytes(self) -> int:
-        """Hot state of one request of the wanted context."""
-        return self.fixed_state_bytes + self.hint_page_bytes * self.context_pages
+    def hot_state_bytes(self, context_pages: int) -> int:
+        """Hot state of one region, for contexts of that length."""
+        return self.region_row_bytes + self.hint_page_bytes * context_pages
 
-    @property
-    def state_bytes(self) -> int:
-        return self.hot_state_bytes + self.window_bytes
+    def hot_regions(self, requests: int, device_pages: int) -> int:
+        """Most hot regions at one time: as many as requests, and as fit on the device."""
+        return min(requests, max(device_pages - 1, 0) // self.hot_pages)
+
+    def state_bytes(self, requests: int, device_pages: int, context_pages: int) -> int:
+        """Device bytes of what is kept for each region and each request, besides pages."""
+        regions = self.hot_regions(requests, device_pages) * self.hot_state_bytes(context_pages)
+        return regions + requests * (self.step_state_bytes + self.window_bytes)
 
     def small_pages(self, context_pages: int) -> int:
         """Device pages of a request that reads through its hot region; a short one stays resident instead."""
@@ -82,11 +88,12 @@ class Costs:
         return 1 + others + context_pages + self.hot_pages
 
     def device_bytes_needed(self, requests: int, context_pages: int) -> int:
-        """Device bytes for ``requests`` of that context: pages, indexer rows of host slots, request state."""
+        """Device bytes for ``requests`` of that context: pages, indexer rows of host slots, state."""
+        device_pages = self.device_pages_needed(requests, context_pages)
         return (
-            self.page_rows_bytes * self.device_pages_needed(requests, context_pages)
+            self.page_rows_bytes * device_pages
             + self.page_device_bytes * (1 + requests * context_pages)
-            + (self.fixed_state_bytes + self.hint_page_bytes * context_pages + self.window_bytes) * requests
+            + self.state_bytes(requests, device_pages, context_pages)
         )
 
 

@@ -25,9 +25,8 @@ def device_limit(costs: Costs, kv_bytes: int) -> Limit:
     Named after what takes most of one more request: the indexer rows of its context, or its hot region.
     """
     context = costs.context_pages
-    first = costs.device_bytes_needed(1, context)
-    more = costs.device_bytes_needed(2, context) - first
-    requests = 0 if kv_bytes < first else 1 + (kv_bytes - first) // more
+    more = costs.device_bytes_needed(2, context) - costs.device_bytes_needed(1, context)
+    requests = last_true(lambda n: costs.device_bytes_needed(n, context) <= kv_bytes, NO_LIMIT)
     if 2 * context * costs.page_device_bytes > more:
         fix = "lower --context or --concurrency, use more GPUs or a larger --mem-fraction"
         return Limit("indexer rows (HBM)", requests, fix)

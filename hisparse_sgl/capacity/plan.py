@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from hisparse_sgl.capacity.costs import Costs
 from hisparse_sgl.capacity.inputs import GB, GIB, Machine, Workload, check_fit
-from hisparse_sgl.capacity.limits import Limit, device_limit, host_limit, longest_context, pcie_limit
+from hisparse_sgl.capacity.limits import (
+    Limit,
+    device_limit,
+    host_limit,
+    last_true,
+    longest_context,
+    pcie_limit,
+)
 from hisparse_sgl.capacity.model import ModelShape
 from hisparse_sgl.capacity.sglang import SGLangPlan
 
@@ -123,15 +130,19 @@ def _pools(costs: Costs, kv_bytes: int, requests: int, caps: dict[str, int]) -> 
     if kv_bytes <= 0:
         return Pools(0, 0, "HBM")
     if requests:
-        needed = costs.device_pages_needed(requests, costs.context_pages)
-        spare = kv_bytes - needed * costs.page_rows_bytes - requests * costs.state_bytes
+        slots = costs.page_device_bytes * (1 + requests * costs.context_pages)
+        spare = kv_bytes - costs.device_bytes_needed(requests, costs.context_pages) + slots
         hbm_pages = spare // costs.page_device_bytes
     else:
         hbm_pages = kv_bytes // (costs.page_rows_bytes + costs.page_device_bytes)
     capped_by, host_pages = min([*caps.items(), ("indexer rows", hbm_pages)], key=lambda cap: cap[1])
-    state = max(requests, 1) * costs.state_bytes
-    room = kv_bytes - host_pages * costs.page_device_bytes - state
-    return Pools(host_pages, max(room // costs.page_rows_bytes, 0), capped_by)
+    room = kv_bytes - host_pages * costs.page_device_bytes
+
+    def fits(pages: int) -> bool:
+        state = costs.state_bytes(max(requests, 1), pages, costs.context_pages)
+        return pages * costs.page_rows_bytes + state <= room
+
+    return Pools(host_pages, last_true(fits, max(room // costs.page_rows_bytes, 0)), capped_by)
 
 
 def _watermark(costs: Costs, pools: Pools) -> int:

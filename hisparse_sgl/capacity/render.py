@@ -68,7 +68,8 @@ def _bytes(plan: Plan) -> dict[str, Any]:
             "context_pages": costs.context_pages,
             "hot_rows": costs.hot_rows,
             "hot_region_bytes": costs.hot_region_bytes,
-            "hot_state_bytes": costs.hot_state_bytes,
+            "hot_state_bytes": costs.hot_state_bytes(costs.context_pages),
+            "step_state_bytes": costs.step_state_bytes,
             "window_bytes": costs.window_bytes,
             "index_bytes": costs.context_pages * costs.page_index_bytes,
             "full_residency_bytes": costs.context_pages * costs.page_rows_bytes,
@@ -84,6 +85,7 @@ def _pools(plan: Plan) -> dict[str, Any]:
             "kv_bytes": plan.kv_bytes,
             "host_slot_bytes": pools.host_pages * costs.page_device_bytes,
             "pages": pools.device_pages,
+            "hot_regions": costs.hot_regions(max(plan.requests, 1), pools.device_pages),
             "tokens": max(pools.device_pages - 1, 0) * costs.page_tokens,
         },
         "host": {
@@ -169,7 +171,8 @@ def _request_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("KV rows, fully resident", _size(request["full_residency_bytes"])),
         (f"hot region of {request['hot_rows']:,} rows", _size(request["hot_region_bytes"])),
-        ("hot state", _size(request["hot_state_bytes"])),
+        ("state of a hot region", _size(request["hot_state_bytes"])),
+        ("plan and answer of a step", _size(request["step_state_bytes"])),
         ("indexer rows", _size(request["index_bytes"])),
     ]
     if request["window_bytes"]:
@@ -184,6 +187,7 @@ def _memory_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("left for the cache", _size(device["kv_bytes"])),
         ("indexer rows of the host pool", _size(device["host_slot_bytes"])),
         ("device pages", f"{device['pages']:,} = {device['tokens']:,} tokens"),
+        ("hot regions, up to", f"{device['hot_regions']:,}"),
         ("host pages", f"{host['pages']:,} = {host['tokens']:,} tokens"),
         ("host pool is capped by", host["capped_by"]),
         (f"RAM of {host['pools']} host pools", _size(host["bytes_total"])),

@@ -13,6 +13,7 @@ from hisparse_sgl.capacity.inputs import GIB, Machine, Workload
 from hisparse_sgl.capacity.model import ModelShape
 from hisparse_sgl.capacity.plan import Plan, make_plan
 from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.kernels.state import HotState
 from hisparse_sgl.mem_pool.layout import KVLayout
 
 MODELS: dict[str, ModelShape] = {name: entry.shape(name) for name, entry in BUILT_IN.items()}
@@ -39,7 +40,7 @@ def test_the_pools_fit_into_the_memory_they_are_made_for(name: str) -> None:
     plan = plan_of(name, weights_gib=400)
     costs, pools = plan.costs, plan.pools
     used = pools.device_pages * costs.page_rows_bytes + pools.host_pages * costs.page_device_bytes
-    used += plan.requests * costs.state_bytes
+    used += costs.state_bytes(plan.requests, pools.device_pages, costs.context_pages)
     assert used <= plan.kv_bytes < used + costs.page_rows_bytes
     assert plan.host_bytes_total <= (2048 - 10) * GIB
     assert not plan.findings
@@ -59,7 +60,9 @@ def test_the_pool_accepts_the_sizes_of_a_plan() -> None:
     assert sizes.transition_watermark == plan.pools.device_pages // 10
     layout = KVLayout((plan.model.cache_group("fp8"),), 64)
     device = layout.device_bytes(plan.pools.device_pages, plan.pools.host_pages)
-    assert device + plan.requests * plan.costs.state_bytes <= plan.kv_bytes
+    state = plan.costs.state_bytes(plan.requests, plan.pools.device_pages, plan.costs.context_pages)
+    assert device + state <= plan.kv_bytes
+    assert sizes.hot_regions == plan.costs.hot_regions(plan.requests, plan.pools.device_pages)
     assert layout.host_bytes(plan.pools.host_pages) * 8 == plan.host_bytes_total
 
 
@@ -79,6 +82,26 @@ def test_the_limit_moves_when_its_resource_grows(ram: float, resource: str) -> N
 
 def test_short_contexts_are_limited_by_hot_regions() -> None:
     assert plan_of(ram=8192, context=8192, step_ms=1000).limits[0].resource == "hot regions (HBM)"
+
+
+def test_hot_state_is_counted_by_region_and_not_by_request() -> None:
+    """Many short requests: regions fit for some of them only, and only those cost hot state."""
+    plan = plan_of(context=1024, concurrency=500)
+    costs, pools = plan.costs, plan.pools
+    regions = (pools.device_pages - 1) // costs.hot_pages
+    assert 0 < regions < plan.requests == 500 and not plan.findings
+    state = costs.state_bytes(500, pools.device_pages, costs.context_pages)
+    assert state == regions * (21 * (6 * 4096 + 2 * 1024)) + 500 * 21 * 12 * 2048
+    pages = pools.device_pages * costs.page_rows_bytes + pools.host_pages * costs.page_device_bytes
+    assert pages + state <= plan.kv_bytes
+    more = costs.state_bytes(500, pools.device_pages + 1, costs.context_pages)
+    assert pages + costs.page_rows_bytes + more > plan.kv_bytes
+
+
+def test_the_state_of_a_region_is_what_the_pool_allocates() -> None:
+    costs = plan_of().costs
+    hot = HotState.empty(1, costs.hot_rows, 131072, groups=21)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in hot) == costs.hot_state_bytes(2048)
 
 
 def test_pcie_limits_only_requests_that_are_hot() -> None:
