@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Side:
 
     def __init__(self, num_plans: int | None = None, wanted: str = "reference") -> None:
         torch.manual_seed(0)
-        layout = KVLayout.single(6, (WIDTH,), PAGE, GROUPS, 0)
+        self.layout = layout = KVLayout.single(6, (WIDTH,), PAGE, GROUPS, 0)
         self.where = "cuda" if wanted == "triton" else "cpu"
         self.host = HostPool(layout, CONFIG.host_pages, pinned=wanted == "triton")
         self.host.buffer.copy_(torch.randint(0, 256, self.host.buffer.shape, dtype=torch.uint8))
@@ -53,12 +53,27 @@ class Side:
         return bool((rows >= 0).all()) and torch.equal(got, want)
 
 
+MakeSide = Callable[..., Side]
+
+
 @pytest.fixture
-def side() -> Iterator[Side]:
-    made = Side()
-    yield made
-    made.host.close()
-    made.device.close()
+def make_side() -> Iterator[MakeSide]:
+    """Closes what it made: pinned memory that is only forgotten cannot be pinned again."""
+    made: list[Side] = []
+
+    def make(num_plans: int | None = None, wanted: str = "reference") -> Side:
+        made.append(Side(num_plans, wanted))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.host.close()
+        side.device.close()
+
+
+@pytest.fixture
+def side(make_side: MakeSide) -> Side:
+    return make_side()
 
 
 def selection(*positions: list[int]) -> torch.Tensor:
@@ -138,8 +153,10 @@ WANTED = [
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_batch_from_the_device_equals_one_from_the_cpu(dtype: torch.dtype, wanted: str) -> None:
-    side = Side(wanted=wanted)
+def test_a_batch_from_the_device_equals_one_from_the_cpu(
+    make_side: MakeSide, dtype: torch.dtype, wanted: str
+) -> None:
+    side = make_side(wanted=wanted)
     side.give(r0=(2, [2, 3]), r3=(0, [4, 5]), r5=(4, [6, 7]))
     own = side.runtime
     addresses = own.request_rows.data_ptr(), own.region_rows.data_ptr()
@@ -161,8 +178,10 @@ def test_a_batch_from_the_device_equals_one_from_the_cpu(dtype: torch.dtype, wan
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize("num_plans", [None, 1, 2, 3, 9])
-def test_groups_that_take_plans_in_turn_give_the_same_rows(num_plans: int | None, wanted: str) -> None:
-    plain, turns = Side(), Side(num_plans, wanted)
+def test_groups_that_take_plans_in_turn_give_the_same_rows(
+    make_side: MakeSide, num_plans: int | None, wanted: str
+) -> None:
+    plain, turns = make_side(), make_side(num_plans, wanted)
     kept = min(num_plans or 3, 3)
     assert (len(turns.runtime.plans), turns.runtime.rows.shape[0]) == (kept, kept)
     for side in (plain, turns):
@@ -185,9 +204,9 @@ def test_groups_that_take_plans_in_turn_give_the_same_rows(num_plans: int | None
 
 
 def test_a_plan_is_overwritten_only_behind_the_copies_that_read_it(
-    monkeypatch: pytest.MonkeyPatch,
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = Side(num_plans=2)
+    side = make_side(num_plans=2)
     side.give(r0=(0, [2, 3]))
     side.runtime.set_batch([0], 1)
     calls: list[object] = []
@@ -199,6 +218,6 @@ def test_a_plan_is_overwritten_only_behind_the_copies_that_read_it(
         assert calls == [*waited, "resolve"]
 
 
-def test_a_number_of_plans_below_one_is_refused() -> None:
+def test_a_number_of_plans_below_one_is_refused(side: Side) -> None:
     with pytest.raises(ValueError, match="num_plans is 0, the limit is at least 1"):
-        Side(num_plans=0)
+        Runtime(side.layout, CONFIG, SIZES, side.host, side.device, num_plans=0)
