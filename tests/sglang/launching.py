@@ -19,7 +19,7 @@ _DSA = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "vocab_size": 1024,
-    "max_position_embeddings": 16384,
+    "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
     "q_lora_rank": 256,
     "kv_lora_rank": 512,

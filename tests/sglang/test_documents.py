@@ -1,0 +1,101 @@
+"""docs/sglang.md and the launch scripts say what the code does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import hopper, write_model
+from sglang.srt.server_args import prepare_server_args
+
+from hisparse_sgl.capacity.builtin import BUILT_IN
+from hisparse_sgl.capacity.costs import Costs
+from hisparse_sgl.capacity.inputs import GIB, Workload
+from hisparse_sgl.capacity.sglang import device_tokens, index_bytes
+from hisparse_sgl.integrations.sglang import targets
+from hisparse_sgl.integrations.sglang.options import Options
+from hisparse_sgl.integrations.sglang.validation import REFUSALS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs" / "sglang.md").read_text()
+
+
+def rows(section: str) -> list[list[str]]:
+    """Cells of the rows of the first table of a section, without its head."""
+    text = DOCUMENT.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_options_are_listed_with_their_defaults() -> None:
+    listed = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in rows("Options")}
+    assert listed == {name: field.default for name, field in Options.model_fields.items()}
+
+
+def test_refusals_are_listed() -> None:
+    assert [row[0].strip("`") for row in rows("What is refused")] == [refusal.flag for refusal in REFUSALS]
+
+
+def test_the_version_range_is_stated() -> None:
+    assert f"`sglang{targets.SUPPORTED}`" in DOCUMENT
+
+
+def test_messages_are_those_of_the_code() -> None:
+    import sglang
+
+    sources = [*(ROOT / "hisparse_sgl").rglob("*.py"), *(ROOT / "mem_pool").glob("*.py")]
+    sources.append(Path(str(sglang.__file__)).parent / "srt" / "arg_groups" / "hisparse_hook.py")
+    text = "".join(path.read_text() for path in sources)
+    for message, *_ in rows("Troubleshooting"):
+        assert message.strip("`") in text, message
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("script", "model", "builtin"),
+    [("sglang_glm5.sh", "glm", "glm-5.3"), ("sglang_deepseek_v32.sh", "deepseek_v32", "deepseek-v3.2")],
+)
+def test_launch_scripts_start_and_state_their_sizes(
+    tmp_path: Path, script: str, model: str, builtin: str
+) -> None:
+    path = ROOT / "examples" / script
+    environment = {**os.environ, "PYTHON": "echo", "MODEL": write_model(tmp_path, model)}
+    done = subprocess.run([path], env=environment, capture_output=True, text=True, check=True)
+    module, config = re.match(r"-m (\S+) .*--hisparse-config (\{.*?\})", done.stdout).groups()  # type: ignore[union-attr]
+    assert module == "sglang.launch_server"
+    arguments = done.stdout.replace(config, "CONFIG").split()[2:]
+    with hopper():
+        settings = prepare_server_args([config if word == "CONFIG" else word for word in arguments])
+        settings.device = "cuda"
+        settings.resolve_once()
+        settings.check_server_args()
+    assert settings.enable_hisparse and not settings.disable_radix_cache
+    assert stated(path.read_text()) == expected(builtin, Options.parse(config).host_to_device_ratio)
+
+
+def stated(text: str) -> dict[str, int]:
+    """Figures in the comments of a launch script."""
+    number = r"([\d,]+)"
+    found = {
+        "cell": rf"= {number} B$",
+        "device": rf"device pool +{number} tokens",
+        "host": rf"host pool +{number} tokens",
+    }
+    return {
+        key: int(re.search(pattern, text, re.MULTILINE)[1].replace(",", ""))  # type: ignore[index]
+        for key, pattern in found.items()
+    }
+
+
+def expected(builtin: str, ratio: int) -> dict[str, int]:
+    """The same figures from the sizes of the model: 8 GPUs of 140 GiB, weights and rows in fp8."""
+    shape = BUILT_IN[builtin].shape(builtin)
+    costs = Costs.of(shape, Workload(context=131072, concurrency=16))
+    cache = int(140 * GIB * 0.85) - -(-shape.parameters // 8)
+    device = device_tokens(shape, costs, cache, ratio)
+    page = costs.page_rows_bytes + ratio * index_bytes(shape, costs)
+    return {"cell": page // costs.page_tokens, "device": device, "host": device * ratio}
