@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
     """Slots of host pages. A slot id is the row of its token in host memory and of its indexer key.
 
-    The free lists lie on the CPU, so nothing here waits for the GPU. Device pages are no part of the sizes:
-    eviction frees host pages, and admission asks for the device on its own (``PrefillAdder``).
+    The free lists lie on the CPU, and so do the values of the tree, which asks ``device`` where to keep
+    them: nothing here waits for the GPU. Device pages are no part of the sizes: eviction frees host pages,
+    and admission asks for the device on its own (``PrefillAdder``).
     """
 
     coordinator: Coordinator | None = None
@@ -41,7 +42,8 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
         self._size_hisparse = size
         self.compress_ratio = 1
         self.dtype = dtype
-        self.device = device
+        self.device = "cpu"
+        self.slots_device = torch.device(device)
         self.page_size = page_size
         self.need_sort = need_sort
         self.free_pages = None
@@ -82,7 +84,7 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
         assert self.coordinator is not None
         slots = self.coordinator.extend(seq_lens_cpu.tolist())
         assert slots is None or len(slots) == extend_num_tokens, (len(slots or ()), extend_num_tokens)
-        return None if slots is None else upload(slots, torch.int64, torch.device(self.device))
+        return None if slots is None else upload(slots, torch.int64, self.slots_device)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
@@ -91,7 +93,7 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
         assert self.coordinator is not None
         slots, self.coordinator.decode_slots = self.coordinator.decode_slots, []
         assert len(slots) == len(seq_lens_cpu), f"{len(slots)} slots for a batch of {len(seq_lens_cpu)}"
-        return upload(slots, torch.int64, torch.device(self.device))
+        return upload(slots, torch.int64, self.slots_device)
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
         if tree_cache is None or not tree_cache.supports_prefix_sharing():
