@@ -20,7 +20,7 @@ def count_mismatches(coordinator: Coordinator, runtime: Runtime) -> int:
 def _resident(coordinator: Coordinator, runtime: Runtime) -> int:
     pages, leases = coordinator.pages, coordinator.leases
     checked = [p for p in range(len(leases.resident_page)) if leases.is_resident(p) and pages.is_durable(p)]
-    size = coordinator.page_size
+    size = runtime.sizes.page_rows
     slots = torch.tensor([page * size + i for page in checked for i in range(size)], dtype=torch.int64)
     rows = torch.tensor(
         [leases.device_page_of(page) * size + i for page in checked for i in range(size)], dtype=torch.int64
@@ -31,7 +31,7 @@ def _resident(coordinator: Coordinator, runtime: Runtime) -> int:
 
 
 def _hot(coordinator: Coordinator, runtime: Runtime) -> int:
-    size, mismatches, durable = coordinator.page_size, 0, coordinator.pages.is_durable
+    size, mismatches, durable = runtime.sizes.page_rows, 0, coordinator.pages.is_durable
     for request in coordinator.requests.values():
         if not request.hot_pages:
             continue

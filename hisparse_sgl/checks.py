@@ -32,6 +32,14 @@ def request_id(rid: object) -> str:
     return rid
 
 
+def check_rids(rids: Sequence[str]) -> None:
+    """Raise unless ``rids`` names each request of a batch once."""
+    if isinstance(rids, str):
+        raise ValueError(f"rids is {rids!r}, the limit is a list of request ids: use [{rids!r}]")
+    if len(set(rids)) != len(rids):
+        raise ValueError(f"rids {list(rids)} name a request twice: name each once")
+
+
 def tokens(token_ids: object) -> TokenIds:
     """``token_ids`` as what the page hashes take: a sequence or an array, on the CPU."""
     if isinstance(token_ids, torch.Tensor):
@@ -53,6 +61,15 @@ def check_slots(slots: torch.Tensor, num_slots: int) -> None:
             raise ValueError(
                 f"slots has {outside}, the limit is 0..{num_slots - 1}: pass slots that extend returned"
             )
+
+
+def check_positions(positions: torch.Tensor, batch: int, top_k: int) -> None:
+    """Raise unless ``positions`` is [batch, 1..top_k]."""
+    if positions.ndim != 2 or positions.shape[0] != batch or not 1 <= positions.shape[1] <= top_k:
+        raise ValueError(
+            f"positions has shape {tuple(positions.shape)}, it must be [{batch}, 1..{top_k}]: one row a "
+            "query row of begin_step's batch, at most top_k columns"
+        )
 
 
 def row_bytes(rows: torch.Tensor, num_slots: int, width: int) -> torch.Tensor:

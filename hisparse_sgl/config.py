@@ -83,7 +83,8 @@ class HiSparseConfig:
 class Sizes:
     """A configuration counted in pages. ``ValueError`` where the two do not fit each other."""
 
-    page_size: int
+    page_size: int  # tokens a page
+    page_rows: int  # rows a page: fewer where tokens share a row
     hot_rows: int
     hot_pages: int  # device pages of one hot region
     hot_regions: int  # most hot regions at one time
@@ -92,12 +93,13 @@ class Sizes:
     spill_budget: int  # most pages one step may start to spill
 
     @classmethod
-    def of(cls, config: HiSparseConfig, page_size: int) -> Sizes:
+    def of(cls, config: HiSparseConfig, page_size: int, tokens_per_row: int = 1) -> Sizes:
         _check_whole("page_size", page_size, 1)
         if page_size & (page_size - 1):
             raise ValueError(f"page_size is {page_size}, it must be a power of two: use 16, 32 or 64")
-        hot_rows = _hot_rows(config, page_size)
-        hot_pages = hot_rows // page_size
+        page_rows = page_size // tokens_per_row
+        hot_rows = _hot_rows(config, page_rows)
+        hot_pages = hot_rows // page_rows
         context_pages = -(-config.context_len // page_size)
         if config.host_pages <= context_pages:
             raise ValueError(
@@ -113,6 +115,7 @@ class Sizes:
             )
         return cls(
             page_size=page_size,
+            page_rows=page_rows,
             hot_rows=hot_rows,
             hot_pages=hot_pages,
             hot_regions=min(
@@ -126,11 +129,11 @@ class Sizes:
         )
 
 
-def _hot_rows(config: HiSparseConfig, page_size: int) -> int:
+def _hot_rows(config: HiSparseConfig, page_rows: int) -> int:
     least = config.query_rows * config.top_k
     rows = config.device_buffer_size
     if rows is None:
-        rows = -(-2 * least // page_size) * page_size
+        rows = -(-2 * least // page_rows) * page_rows
     if rows < least:
         raise ValueError(
             f"device_buffer_size is {rows}, one step can select query_rows x top_k = "
@@ -141,10 +144,10 @@ def _hot_rows(config: HiSparseConfig, page_size: int) -> int:
             f"device_buffer_size is {rows}, the limit is {MAX_HOT_ROWS} (the order is int16): "
             "lower device_buffer_size, query_rows or top_k"
         )
-    if rows % page_size:
+    if rows % page_rows:
         raise ValueError(
-            f"device_buffer_size is {rows}, it must be a multiple of page_size {page_size}: "
-            f"use {-(-rows // page_size) * page_size}"
+            f"device_buffer_size is {rows}, it must be a multiple of page_size {page_rows}: "
+            f"use {-(-rows // page_rows) * page_rows}"
         )
     return rows
 

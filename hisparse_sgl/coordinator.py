@@ -26,7 +26,11 @@ from hisparse_sgl.transfer_queue import TransferQueue
 
 
 class Coordinator:
-    """Owns the requests; ``pages``, ``residency``, ``tree`` and ``gate`` own the rest of the state."""
+    """Owns the requests; ``pages``, ``residency``, ``tree`` and ``gate`` own the rest of the state.
+
+    Counts tokens and pages of ``page_size`` tokens; ``tokens_per_row`` of them share a row. With
+    ``needs_state`` a prefix is used up to the last page only at whose end a state was kept.
+    """
 
     def __init__(
         self,
@@ -37,10 +41,14 @@ class Coordinator:
         extent_pages: int = 1,
         on_lease: Callable[[list[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tokens_per_row: int = 1,
+        needs_state: bool = False,
     ) -> None:
         self.config = config
-        self.sizes = Sizes.of(config, page_size)
+        self.sizes = Sizes.of(config, page_size, tokens_per_row)
         self.page_size = page_size
+        self.tokens_per_row = tokens_per_row
+        self.needs_state = needs_state
         self.counters = counters or Counters()
         self.transfers = transfers
         self.allocator = TokenToKVAllocator(config.host_pages, page_size, extent_pages)
@@ -54,6 +62,7 @@ class Coordinator:
             config.eager_host_mirror,
             on_lease,
             clock,
+            tokens_per_row=tokens_per_row,
         )
         self.deltas = Deltas()
         self.residency = Residency(self.pages, self.leases, self.sizes, self.deltas)
@@ -145,8 +154,9 @@ class Coordinator:
         if num_tokens == request.num_tokens:
             return
         if request.hot_pages:
-            taken = range(num_tokens, request.num_tokens)
-            self.deltas.rewritten += [(request.region, self._slot(request, p)) for p in taken]
+            taken = range(num_tokens // self.tokens_per_row, request.num_tokens // self.tokens_per_row)
+            self.deltas.rewritten += [(request.region, self._row_slot(request, row)) for row in taken]
+        self.gate.drop_states(request.publication, num_tokens // self.page_size)
         request.num_tokens = num_tokens
         request.num_settled = min(request.num_settled, num_tokens)
         request.num_started = min(request.num_started, num_tokens)
@@ -157,6 +167,16 @@ class Coordinator:
         if gone:
             self.deltas.page_runs.append((request.row, kept, [0] * len(gone)))
         self.pages.free(gone)
+
+    def keep_state(self, rid: str, num_tokens: int, state: object) -> None:
+        """Keep the engine's state behind the first ``num_tokens`` tokens, a page boundary, with that page."""
+        request = self.request(rid)
+        if not 0 < num_tokens <= request.num_tokens or num_tokens % self.page_size:
+            raise ValueError(
+                f"num_tokens is {num_tokens} for rid {rid!r}, it must be a multiple of {self.page_size} (a "
+                f"page) in {self.page_size}..{request.num_tokens} (tokens it has)"
+            )
+        self.gate.keep_state(request.publication, num_tokens // self.page_size - 1, state)
 
     def begin_step(self, requests: Sequence[Request]) -> None:
         """A forward starts that writes the rows of all tokens these requests have now."""
@@ -264,16 +284,24 @@ class Coordinator:
 
     def _try_admit(self, rid: str, hasher: PageHasher) -> Admission | Deferred:
         hashes = hasher.hashes[: (hasher.num_tokens - 1) // self.page_size]
-        match = self.tree.peek(hashes)
+        found = self.tree.peek(hashes)
+        match = self.tree.resumable(found) if self.needs_state else found
         self.tree.lock(match.node)
         try:
             reason = self.admission.lacks(match, hasher.num_tokens, self.requests)
             if reason:
                 return Deferred(reason)
-            self.tree.match(hashes)  # counts as a use, which a deferred admission must not
+            used = hashes[: len(match.pages)]
+            self.tree.match(used)  # counts as a use, which a deferred admission must not
             num_resident = sum(map(self.leases.is_resident, match.pages))
             request = self._enter(rid, hasher, match)
-            return Admission(request.num_tokens, num_resident * self.page_size, bool(request.hot_pages))
+            return Admission(
+                request.num_tokens,
+                num_resident * self.page_size,
+                bool(request.hot_pages),
+                match.node.state,
+                (len(found.pages) - len(match.pages)) * self.page_size,
+            )
         finally:
             self.tree.unlock(match.node)
 
@@ -331,8 +359,9 @@ class Coordinator:
         self.residency.relieve(extra + self.sizes.transition_watermark, self.requests.values())
         return None if self.residency.has_room(request, extra) else "device pages"
 
-    def _slot(self, request: Request, position: int) -> int:
-        return request.pages[position // self.page_size] * self.page_size + position % self.page_size
+    def _row_slot(self, request: Request, row: int) -> int:
+        page, offset = divmod(row, self.sizes.page_rows)
+        return request.pages[page] * self.sizes.page_rows + offset
 
     def _settle(self, request: Request, end: int) -> list[int]:
         start = request.num_settled

@@ -42,6 +42,7 @@ class Pages:
 
     ``ordered_restores``: whoever reads the device waits for the restores started before, so a page counts as
     readable as soon as its restore has started, and a restore that fails cannot be taken back.
+    ``tokens_per_row`` tokens share a row, so a page has fewer rows than the allocator's tokens.
     """
 
     def __init__(
@@ -55,8 +56,11 @@ class Pages:
         on_lease: Callable[[list[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         ordered_restores: bool = False,
+        tokens_per_row: int = 1,
     ) -> None:
         self.allocator = allocator
+        self.tokens_per_row = tokens_per_row
+        self.page_rows = allocator.page_size // tokens_per_row
         self.leases = leases
         self.transfers = transfers
         self.counters = counters
@@ -126,11 +130,11 @@ class Pages:
         self.to_spill[page] = None
 
     def settle(self, pages: Sequence[int], start: int, end: int) -> list[int]:
-        """Rows [start, end) of a request with these pages are written: seal the pages that are full now.
+        """Tokens [start, end) of a request with these pages are written: seal the pages that are full now.
 
-        Answers the slots whose rows are to be mirrored one by one.
+        A row is written with the last of its tokens. Answers the row slots to be mirrored one by one.
         """
-        size = self.allocator.page_size
+        start, end, size = start // self.tokens_per_row, end // self.tokens_per_row, self.page_rows
         mirrored: list[int] = []
         for index in range(start // size, -(-end // size)):
             page, first = pages[index], index * size
@@ -144,12 +148,12 @@ class Pages:
         return mirrored
 
     def mirror(self, slots: list[int]) -> None:
-        """Copy freshly written rows of resident pages to the host."""
+        """Copy freshly written rows of resident pages, named by row slot, to the host."""
         if not slots:
             return
-        page_size = self.allocator.page_size
-        pages = list(dict.fromkeys(slot // page_size for slot in slots))
-        rows = [self.leases.device_page_of(s // page_size) * page_size + s % page_size for s in slots]
+        size = self.page_rows
+        pages = list(dict.fromkeys(slot // size for slot in slots))
+        rows = [self.leases.device_page_of(s // size) * size + s % size for s in slots]
         try:
             transfer_id = self.transfers.mirror(slots, rows)
         except BaseException:  # out of device memory, for one: the spill has to bring these rows

@@ -9,12 +9,11 @@ from types import TracebackType
 import torch
 
 from hisparse_sgl.audit import count_mismatches
-from hisparse_sgl.checks import check_slots, request_id, row_bytes, tokens, whole
+from hisparse_sgl.checks import check_positions, check_rids, check_slots, request_id, row_bytes, tokens, whole
 from hisparse_sgl.config import HiSparseConfig, Sizes
 from hisparse_sgl.coordinator import Coordinator
 from hisparse_sgl.integrity import check_integrity
 from hisparse_sgl.kernels.backend import choose
-from hisparse_sgl.kernels.rows import row_view
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.extents import extent_pages
 from hisparse_sgl.mem_pool.host_pool import HostPool
@@ -53,14 +52,9 @@ class HiSparsePool:
     ) -> None:
         self.layout = layout
         self.config = config
-        self.sizes = Sizes.of(config, layout.page_size)
-        self.closed = False
         group = layout.host_group
-        if group.tokens_per_row != 1:
-            raise ValueError(
-                f"layout.tokens_per_row is {group.tokens_per_row} in group {group.name}, the limit is 1: "
-                "compressed rows are not served yet"
-            )
+        self.sizes = Sizes.of(config, layout.page_size, group.tokens_per_row)
+        self.closed = False
         self.group_ids = {g.leader: i for i, g in enumerate(group.index_groups)}
         backend = None if config.kernels == "auto" else config.kernels
         with ExitStack() as opened:
@@ -91,6 +85,8 @@ class HiSparsePool:
                 self._counters,
                 extent_pages=extent_pages(group.row.page_bytes),
                 on_lease=self.device_pool.poison_pages if config.poison else None,
+                tokens_per_row=group.tokens_per_row,
+                needs_state=layout.needs_state,
             )
             opened.pop_all()
         self._step: list[Request] = []
@@ -107,7 +103,7 @@ class HiSparsePool:
         return self.coordinator.admit(request_id(rid), tokens(token_ids), extra_key)
 
     def extend(self, rid: str, n: int) -> torch.Tensor | Deferred:
-        """Slots int32 [n] on the device for the next ``n`` tokens of a request."""
+        """Token slots int32 [n] on the device for the next ``n`` tokens of a request."""
         self._check_open()
         self._check_between_steps("extend")
         slots = self.coordinator.extend(rid, whole("n", n))
@@ -133,10 +129,7 @@ class HiSparsePool:
         the step as well.
         """
         self._check_open()
-        if isinstance(rids, str):
-            raise ValueError(f"rids is {rids!r}, the limit is a list of request ids: use [{rids!r}]")
-        if len(set(rids)) != len(rids):
-            raise ValueError(f"rids {list(rids)} name a request twice: name each once")
+        check_rids(rids)
         if not 1 <= whole("query_rows", query_rows) <= self.config.query_rows:
             raise ValueError(
                 f"query_rows is {query_rows}, it must be between 1 and the pool's {self.config.query_rows}: "
@@ -156,19 +149,36 @@ class HiSparsePool:
         self._written = set()
         self._step = requests
 
+    def keep_state(self, rid: str, num_tokens: int, state: object) -> None:
+        """Keep what the engine needs besides pages to resume behind the first ``num_tokens`` tokens.
+
+        The prefix tree owns it with the page that ends there, once that is published; the first one given for
+        a page is the one kept. An admission whose hit ends there answers it.
+        """
+        self._check_open()
+        self.coordinator.keep_state(rid, whole("num_tokens", num_tokens), state)
+
+    def row_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """Row slots int32 [n] of token slots: that of the row which each token completes, 0 (null) for none.
+
+        Where each token has a row of its own these are the same numbers.
+        """
+        self._check_open()
+        share = self.layout.host_group.tokens_per_row
+        return torch.where(slots % share == share - 1, slots // share, 0).to(torch.int32)
+
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows of new tokens to their resident pages.
 
         Args:
             layer: layer of the host-backed group.
-            slots: int32 [n] from ``extend``; slots of page 0 take padding.
+            slots: int32 [n], row slots of what ``extend`` returned; slots of page 0 take padding.
             rows: [n, row bytes] uint8, or any dtype of the same bytes a row.
         """
         self._check_open()
         self._check_layer(layer)
-        check_slots(slots, self.num_slots)
-        fmt = self.layout.host_group.row
-        data = row_bytes(rows, slots.numel(), fmt.row_bytes)
+        check_slots(slots, self.num_rows)
+        data = row_bytes(rows, slots.numel(), self.layout.host_group.row.row_bytes)
         where = self.runtime.translate(slots).long()
         if self.device.type == "cpu" and bool((where < 0).any()):
             raise ValueError(
@@ -176,24 +186,28 @@ class HiSparsePool:
                 "that extend returned, after begin_step"
             )
         where.clamp_(min=0)  # on a GPU nobody looks: a stray row lands on the null page
-        start = 0
-        for part, width in enumerate(fmt.parts):
-            target = row_view(self.device_pool.layer(layer), fmt, part)
-            target[where // fmt.page_size, where % fmt.page_size] = data[:, start : start + width]
-            start += width
+        self.device_pool.write_rows(layer, where, data)
         self._written.add(layer)
 
     def write_index(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write indexer rows of new tokens; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
+        """Write indexer rows to row slots; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
         self._check_open()
         target = self.index_rows(layer)
-        check_slots(slots, self.num_slots)
+        check_slots(slots, self.num_rows)
         target[slots.long()] = row_bytes(rows, slots.numel(), target.shape[1])
 
     def index_rows(self, layer: int) -> torch.Tensor:
-        """uint8 [slots, index row bytes]: the indexer rows of a leader layer, by slot."""
+        """uint8 [row slots, index row bytes]: the indexer rows of a leader layer, by row slot."""
         self._check_open()
         return self.device_pool.index_rows[self._group_id(layer)]
+
+    def group_rows(self, name: str, layer: int) -> torch.Tensor:
+        """uint8 [slots // tokens_per_row, row bytes]: one layer of a group that lies on the device only.
+
+        The engine reads and writes it by itself. A row has the life of its slots, so a prefix hit finds it.
+        """
+        self._check_open()
+        return self.device_pool.group_rows(name, whole("layer", layer), torch.uint8)
 
     def page_table(self, rids: Sequence[str]) -> torch.Tensor:
         """int32 [len(rids), pages of the longest]: host pages of requests, 0 behind the last."""
@@ -204,7 +218,7 @@ class HiSparsePool:
         return torch.tensor(padded, dtype=torch.int32, device=self.device).view(len(rids), width)
 
     def translate(self, slots: torch.Tensor) -> torch.Tensor:
-        """Device rows int32 of slots, for prefill reads; -1 where a slot is not resident."""
+        """Device rows int32 of row slots, for prefill reads; -1 where one is not resident."""
         self._check_open()
         return self.runtime.translate(slots)
 
@@ -214,22 +228,14 @@ class HiSparsePool:
         Args:
             group: the leader layer of the index group.
             positions: int32 [batch * query_rows, at most top_k] in the order of ``begin_step``, -1 pads.
+                Positions of rows: those of tokens divided by ``tokens_per_row``.
 
         Returns:
             int32 rows of the same shape, -1 masked, valid until the group's next call. Read the bytes
             through ``rows(layer)``.
         """
         self._check_open()
-        batch = self.runtime.batch * self.runtime.query_rows
-        if (
-            positions.ndim != 2
-            or positions.shape[0] != batch
-            or not 1 <= positions.shape[1] <= self.config.top_k
-        ):
-            raise ValueError(
-                f"positions has shape {tuple(positions.shape)}, it must be [{batch}, 1..{self.config.top_k}]"
-                ": one row a query row of begin_step's batch, at most top_k columns"
-            )
+        check_positions(positions, self.runtime.batch * self.runtime.query_rows, self.config.top_k)
         return self.runtime.swap_in(self._group_id(group), positions)
 
     def rows(self, layer: int) -> torch.Tensor:
@@ -290,8 +296,13 @@ class HiSparsePool:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the host pool, the null page's included."""
+        """Token slots of the host pool, the null page's included."""
         return self.config.host_pages * self.sizes.page_size
+
+    @property
+    def num_rows(self) -> int:
+        """Row slots of the host pool: fewer than token slots where tokens share a row."""
+        return self.config.host_pages * self.sizes.page_rows
 
     @property
     def device(self) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hisparse_sgl.radix.gate import Publication
 from hisparse_sgl.radix.page_hash import PageHasher
@@ -14,11 +14,23 @@ class Admission(NamedTuple):
 
     ``hot``: the prompt is too large to lie on the device, so the request starts with a hot region. The rest
     of the prompt is computed like decoding: through ``swap_in``, at most ``query_rows`` tokens a step.
+
+    Of a layout that keeps state for each request (``KVLayout.needs_state``), ``state`` is what was kept for
+    the boundary behind the cached tokens; other requests may get the same object, so only read it.
+    ``shortened_tokens`` more tokens were found, and cannot be used because no state was kept behind them.
     """
 
     cached_tokens: int
     resident_tokens: int  # of these, on the device already
     hot: bool = False
+    state: Any = None
+    shortened_tokens: int = 0
+
+    def __repr__(self) -> str:
+        # A state may be all of a sliding window: not something to print.
+        shortened = f", shortened_tokens={self.shortened_tokens}" if self.shortened_tokens else ""
+        cached = f"cached_tokens={self.cached_tokens}, resident_tokens={self.resident_tokens}"
+        return f"Admission({cached}, hot={self.hot}{shortened})"
 
 
 class Deferred(NamedTuple):
@@ -76,7 +88,7 @@ class Deltas:
 
     ``residency`` maps host page -> device page (0: none). ``page_runs`` are (row, first, host pages) pieces
     of the page table. ``hot_regions`` maps row -> (region, device pages), or (-1, []) for none; each region
-    named there starts empty. ``rewritten`` are (region, slot) pairs whose hot copies are stale.
+    named there starts empty. ``rewritten`` are (region, row slot) pairs whose hot copies are stale.
     """
 
     residency: dict[int, int] = field(default_factory=dict)

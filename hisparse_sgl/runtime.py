@@ -24,6 +24,8 @@ STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
 class Runtime:
     """Fixed-address tensors that a decode step reads, and the launches of one.
 
+    Slots and positions are those of rows here: where tokens share a row, a token's divided by their number.
+
     Args:
         host, device: the two pools; read at each launch, so that closing them ends all use of their memory.
         backend: kernel implementation, see ``kernels.backend.choose``; None picks by device.
@@ -59,7 +61,7 @@ class Runtime:
         )
         self.hot_region = torch.full((requests,), -1, dtype=torch.int32, device=where)
         self.region_of = [-1] * requests  # what hot_region holds
-        context = sizes.context_pages * sizes.page_size
+        context = sizes.context_pages * sizes.page_rows
         self.hot = HotState.empty(sizes.hot_regions, sizes.hot_rows, context, where, groups=count)
         self.scratch = Scratch.empty(requests, context, sizes.hot_rows, where)
         self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(kept)]
@@ -96,7 +98,7 @@ class Runtime:
             self.invalidate(upload(regions, torch.int32, where), upload(slots, torch.int32, where))
 
     def invalidate(self, region_rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Drop hot copies of slots that are rewritten in place; both int32 [n]."""
+        """Drop hot copies of row slots that are rewritten in place; both int32 [n]."""
         invalidate(self.hot.keys, region_rows, slots, backend=self.backend)
 
     def set_batch(self, request_rows: list[int], query_rows: int) -> None:
@@ -149,9 +151,9 @@ class Runtime:
             plan,
             rows,
             self.stats[group],
-            page_size=self.sizes.page_size,
+            page_size=self.sizes.page_rows,
             query_rows=self.query_rows,
-            num_slots=self.config.host_pages * self.sizes.page_size,
+            num_slots=self.config.host_pages * self.sizes.page_rows,
             backend=self.backend,
         )
         self._gather(leader, plan)
@@ -179,8 +181,8 @@ class Runtime:
         counters.swapped_in_bytes = self.row.row_bytes * sum(n * len(group.layers) for n, group in pairs)
 
     def translate(self, slots: torch.Tensor) -> torch.Tensor:
-        """Device rows int32 of slots; -1 where a slot is not resident."""
-        return translate(slots, self.tables.resident_page, self.sizes.page_size, backend=self.backend)
+        """Device rows int32 of row slots; -1 where one is not resident."""
+        return translate(slots, self.tables.resident_page, self.sizes.page_rows, backend=self.backend)
 
     def _place_regions(self, regions: dict[int, tuple[int, list[int]]]) -> None:
         where = self.where

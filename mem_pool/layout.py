@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from hisparse_sgl.kernels.rows import RowFormat
 
@@ -42,14 +43,15 @@ class CacheGroup:
 
     `tokens_per_row` tokens share one row (4 for DeepSeek V4 C4), so a page of `row.page_size` rows holds
     `row.page_size * tokens_per_row` tokens. Each row has one indexer row of `index_row_bytes` in each leader
-    layer (0: no indexer). Without `host_backed` the group lies on the device only, in memory of the engine.
+    layer (0: no indexer). Without `host_backed` the group lies on the device only: a row for every host slot,
+    with the life of that slot. Such a group needs no `index_groups`.
     """
 
     name: str
     num_layers: int
     row: RowFormat
-    index_groups: tuple[IndexGroup, ...]
-    index_row_bytes: int
+    index_groups: tuple[IndexGroup, ...] = ()
+    index_row_bytes: int = 0
     tokens_per_row: int = 1
     host_backed: bool = True
     _group_of: tuple[IndexGroup, ...] = field(init=False, repr=False, compare=False)
@@ -58,7 +60,9 @@ class CacheGroup:
         _check_at_least("num_layers", self.num_layers, 1, "count the layers of the group")
         _check_at_least("index_row_bytes", self.index_row_bytes, 0, "use 0 for no indexer rows")
         _check_power_of_two("tokens_per_row", self.tokens_per_row, MAX_PAGE_SIZE)
-        object.__setattr__(self, "_group_of", _groups_by_layer(self.index_groups, self.num_layers))
+        bare = not (self.host_backed or self.index_groups)
+        groups = () if bare else _groups_by_layer(self.index_groups, self.num_layers)
+        object.__setattr__(self, "_group_of", groups)
 
     @property
     def page_size(self) -> int:
@@ -72,9 +76,9 @@ class CacheGroup:
 
     def group_of(self, layer: int) -> IndexGroup:
         """The index group of a layer."""
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= layer < len(self._group_of):
             raise ValueError(
-                f"layer is {layer}, the limit is 0..{self.num_layers - 1}: give a layer of {self.name}"
+                f"layer is {layer}, the limit is 0..{len(self._group_of) - 1}: give a layer of {self.name}"
             )
         return self._group_of[layer]
 
@@ -98,15 +102,52 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
+class StateGroup:
+    """What the engine keeps on the device for each running request besides pages, such as a sliding window.
+
+    Pages do not hold it. A request that resumes behind a cached prefix needs `boundary_bytes` of it as they
+    were there; 0: at a page boundary it is empty.
+    """
+
+    name: str
+    bytes_per_request: int
+    boundary_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_at_least("bytes_per_request", self.bytes_per_request, 1, "leave a state of no bytes out")
+        _check_at_least("boundary_bytes", self.boundary_bytes, 0, "use 0 for nothing")
+
+
+class GroupBytes(NamedTuple):
+    """Bytes of one group over all its layers, a page's padding shared out over its tokens.
+
+    `place`: "host" (a row a slot in the host pool; device pages hold copies), "device" (a row a slot on the
+    device), "request" (on the device, while the request runs). `reuse` says what a prefix hit finds of it:
+    its "pages", the "state" kept at the boundary, or that it is "empty" there.
+    """
+
+    name: str
+    place: Literal["host", "device", "request"]
+    reuse: Literal["pages", "state", "empty"]
+    bytes_per_token: float = 0.0
+    bytes_per_request: int = 0
+    boundary_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class KVLayout:
-    """All cache groups of a model; exactly one is host-backed. `page_size` is in tokens, the same in all."""
+    """All cache groups of a model; exactly one is host-backed. `page_size` is in tokens, the same in all.
+
+    `states` is what each running request has besides pages, in memory of the engine.
+    """
 
     groups: tuple[CacheGroup, ...]
     page_size: int
+    states: tuple[StateGroup, ...] = ()
 
     def __post_init__(self) -> None:
         _check_power_of_two("page_size", self.page_size, MAX_PAGE_SIZE)
-        names = [group.name for group in self.groups]
+        names = [group.name for group in (*self.groups, *self.states)]
         if len(set(names)) != len(names):
             raise ValueError(f"groups has names {names}, the limit is one group a name: rename one")
         backed = [group.name for group in self.groups if group.host_backed]
@@ -140,6 +181,47 @@ class KVLayout:
         """The host-backed group: what HostPool and DevicePool hold."""
         return next(group for group in self.groups if group.host_backed)
 
+    @property
+    def device_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups that lie on the device only, a row for every host slot."""
+        return tuple(group for group in self.groups if not group.host_backed)
+
+    @property
+    def needs_state(self) -> bool:
+        """A request can resume behind a prefix only with the state that was kept there."""
+        return any(state.boundary_bytes for state in self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Device bytes that one running request takes besides its pages."""
+        return sum(state.bytes_per_request for state in self.states)
+
+    def device_page_bytes(self) -> int:
+        """Device bytes of every host page: its indexer rows, and its rows of groups without host memory."""
+        rows = sum(group.bytes_per_page().rows for group in self.device_groups)
+        return rows + sum(group.bytes_per_page().index_rows for group in self.groups)
+
+    def bytes_by_group(self) -> list[GroupBytes]:
+        """What each group costs and what a prefix hit finds of it; indexer rows as groups of their own."""
+        listed: list[GroupBytes] = []
+        for group in self.groups:
+            place: Literal["host", "device"] = "host" if group.host_backed else "device"
+            listed.append(GroupBytes(group.name, place, "pages", group.bytes_per_token()))
+            if group.index_row_bytes:
+                bytes_per_token = group.index_bytes_per_token()
+                listed.append(GroupBytes(f"{group.name} indexer", "device", "pages", bytes_per_token))
+        for state in self.states:
+            listed.append(
+                GroupBytes(
+                    state.name,
+                    "request",
+                    "state" if state.boundary_bytes else "empty",
+                    bytes_per_request=state.bytes_per_request,
+                    boundary_bytes=state.boundary_bytes,
+                )
+            )
+        return listed
+
     def group_of(self, layer: int) -> IndexGroup:
         """The index group of a layer of the host-backed group."""
         return self.host_group.group_of(layer)
@@ -149,9 +231,9 @@ class KVLayout:
         return num_host_pages * self.host_group.bytes_per_page().rows
 
     def device_bytes(self, num_device_pages: int, num_host_pages: int) -> int:
-        """Bytes of a DevicePool: its pages, and the indexer rows of every host slot."""
+        """Bytes of a DevicePool: its pages, and what every host page costs on the device."""
         page = self.host_group.bytes_per_page()
-        return num_device_pages * page.rows + num_host_pages * page.index_rows
+        return num_device_pages * page.rows + num_host_pages * self.device_page_bytes()
 
 
 def group_layers(leads: Sequence[bool]) -> tuple[IndexGroup, ...]:

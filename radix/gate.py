@@ -17,7 +17,8 @@ class Publication:
     `pages` and `hasher` are the request's own, live objects until the publication is detached, then copies.
     `node` is the node of page `published - 1` (the root when 0) and is locked by this publication.
     Pages [0, start_pages) came from the tree; [start_pages, published) are in it by this publication or, when
-    another request was first with the same hash, by that one.
+    another request was first with the same hash, by that one. `states` maps the number of a page that is not
+    published yet to what a request needs that resumes behind it.
     """
 
     rid: str
@@ -27,6 +28,7 @@ class Publication:
     start_pages: int
     published: int
     state: Literal["open", "detached", "closed"] = "open"
+    states: dict[int, object] = field(default_factory=dict, repr=False)
 
     @property
     def hashes(self) -> list[bytes]:
@@ -91,6 +93,24 @@ class PublicationGate:
             self._publish_next(pub)
         return pub.published - before
 
+    def keep_state(self, pub: Publication, index: int, state: object) -> None:
+        """Let page `index` of a request carry the state at its end into the tree, or add it to its node.
+
+        The node of a page keeps the first state that it is given. A closed publication drops it.
+        """
+        if pub.state == "closed":
+            return
+        if index >= pub.published:
+            pub.states[index] = state
+            return
+        node = self.tree.nodes[pub.hashes[index]]
+        if node.state is None:
+            node.state = state
+
+    def drop_states(self, pub: Publication, index: int) -> None:
+        """Forget the states at the ends of pages `index` and later, which are to be written again."""
+        pub.states = {page: state for page, state in pub.states.items() if page < index}
+
     def finish(self, pub: Publication, num_sealed_pages: int, waiting: bool) -> bool:
         """End a request: publish what is durable, and return whether the publication became detached.
 
@@ -107,6 +127,7 @@ class PublicationGate:
             self.cancel(pub)
             return False
         del self.opened[pub]
+        self.drop_states(pub, limit)
         pub.pages = pub.pages[:limit]
         pub.hasher = pub.hasher.copy()
         pub.hasher.truncate(limit * pub.hasher.page_size)
@@ -137,6 +158,7 @@ class PublicationGate:
             return
         del (self.opened if pub.state == "open" else self.detached)[pub]
         pub.state = "closed"
+        pub.states = {}
         self.tree.unlock(pub.node)
 
     def flush(self) -> Flushed:
@@ -168,6 +190,9 @@ class PublicationGate:
         node, is_new = self.tree.insert(pub.node, page_hash, page, tokens)
         if is_new:
             self.share(page)
+        state = pub.states.pop(index, None)
+        if node.state is None:
+            node.state = state
         self.tree.lock(node)
         self.tree.unlock(pub.node)
         pub.node = node
@@ -179,6 +204,8 @@ class PublicationGate:
                 f"{pub.rid} published {pub.published} of {len(pub.pages)} pages, {len(pub.hashes)} hashes, "
                 f"{pub.start_pages} at the start"
             )
+        if any(index < pub.published for index in pub.states):
+            raise RuntimeError(f"{pub.rid} holds the states of pages {sorted(pub.states)}, published before")
         node: Node | None = pub.node
         for index in range(pub.published - 1, -1, -1):
             if node is None or not node.alive or node.page_hash != pub.hashes[index]:

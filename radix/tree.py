@@ -15,7 +15,7 @@ class Node:
     """One host page of the tree. `page_hash` names the whole prefix that ends with it.
 
     A node is *locked* while it has holders (`locks`) or locked children (`locked_children`). A node that left
-    the tree has `alive` False.
+    the tree has `alive` False. `state` is what an engine needs besides pages to resume behind this one.
     """
 
     page: int
@@ -27,6 +27,7 @@ class Node:
     locked_children: int = 0
     num_children: int = 0
     alive: bool = True
+    state: object | None = field(default=None, repr=False)
 
     @property
     def is_locked(self) -> bool:
@@ -100,6 +101,14 @@ class PrefixTree:
         """Find the longest known prefix of the page hashes without counting a use."""
         return self._to_match(self._walk(hashes))
 
+    def resumable(self, match: Match) -> Match:
+        """The longest part of a match that ends at a node with a state, without counting a use."""
+        node, count = match.node, len(match.pages)
+        while node.parent is not None and node.state is None:
+            node, count = node.parent, count - 1
+        pages = match.pages[:count]
+        return Match(pages, node, sum(map(self.is_resident, pages)))
+
     def insert(
         self, parent: Node, page_hash: bytes, page: int, token_ids: Sequence[int] | None = None
     ) -> Inserted:
@@ -168,7 +177,7 @@ class PrefixTree:
         hashes: list[bytes] = []
         while len(pages) < n and (node := self.leaves.pop()) is not None:
             assert isinstance(node, Node) and node.parent is not None
-            node.alive = False
+            node.alive, node.state = False, None
             del self.nodes[node.page_hash]
             pages.append(node.page)
             hashes.append(node.page_hash)
@@ -184,7 +193,7 @@ class PrefixTree:
         """Drop every node, locked or not, and return all pages. Locks on the root stay."""
         pages = [node.page for node in self.nodes.values()]
         for node in self.nodes.values():
-            node.alive = False
+            node.alive, node.state = False, None
         self.nodes.clear()
         self.leaves.clear()
         self.num_locked = 0

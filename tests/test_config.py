@@ -109,6 +109,7 @@ def test_sizes_of_the_defaults() -> None:
     sizes = Sizes.of(HiSparseConfig(top_k=2048, context_len=131072, host_pages=4096, device_pages=2000), 64)
     assert sizes == Sizes(
         page_size=64,
+        page_rows=64,
         hot_rows=4096,
         hot_pages=64,
         hot_regions=31,

@@ -79,7 +79,7 @@ def test_the_gauges_of_pages_add_up() -> None:
 def test_api_lists_every_public_name_of_the_pool() -> None:
     listed = {name for row in table_rows("api.md", "Calls") for name in re.findall(r"`(\w+)[(`]", row[0])}
     members = {name for name, _ in inspect.getmembers(HiSparsePool) if not name.startswith("_")}
-    properties = {"device", "num_slots", "peak_device_pages", "peak_host_pages"}
+    properties = {"device", "num_rows", "num_slots", "peak_device_pages", "peak_host_pages"}
     assert listed == members - properties
 
 
