@@ -22,46 +22,47 @@ SHARED_TOKENS = 4096
 TURN_TOKENS = 6000
 ANSWER_TOKENS = 32
 
+LAYERS = 6
+MODEL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": LAYERS,
+    "mlp_layer_types": ["dense"] * LAYERS,
+    "first_k_dense_replace": LAYERS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_topk": TOP_K,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk_pattern": "FFSSFS",  # F runs the indexer, S reuses the top-k of the layer before
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
 
 def write_checkpoint(folder: Path) -> None:
     """A model with the attention shapes that the Hopper kernels need, and everything else small: 0.6 GB.
 
-    The third, fourth and sixth layer reuse the top-k of the layer before. Weights are normal with deviation
-    1 / sqrt(inputs), so that an answer depends on every key: SGLang's own dummy weights give two tokens in
-    turn, whatever the cache holds.
+    Weights are normal with deviation 1 / sqrt(inputs), so that an answer depends on every key: SGLang's own
+    dummy weights give two tokens in turn, whatever the cache holds.
     """
     import torch
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
-    layers = 6
-    config = GlmMoeDsaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=2048,
-        moe_intermediate_size=512,
-        num_hidden_layers=layers,
-        mlp_layer_types=["dense"] * layers,
-        first_k_dense_replace=layers,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        num_attention_heads=64,
-        num_key_value_heads=64,
-        q_lora_rank=512,
-        kv_lora_rank=512,
-        qk_nope_head_dim=192,
-        qk_rope_head_dim=64,
-        v_head_dim=256,
-        index_topk=TOP_K,
-        index_n_heads=32,
-        index_head_dim=128,
-        index_topk_pattern="FFSSFS",
-        max_position_embeddings=CONTEXT,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
-    model = GlmMoeDsaForCausalLM(config).to(torch.bfloat16)
+    model: Any = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**MODEL))
+    model.to(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +73,7 @@ def write_checkpoint(folder: Path) -> None:
     path = folder / "config.json"
     # SGLang reads these from published configs; transformers does not write them.
     extra = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1}
-    extra |= {"num_nextn_predict_layers": 0, "index_topk_pattern": "FFSSFS"}
+    extra |= {"num_nextn_predict_layers": 0, "index_topk_pattern": MODEL["index_topk_pattern"]}
     path.write_text(json.dumps(json.loads(path.read_text()) | extra))
 
 

@@ -83,9 +83,9 @@ def write_model(folder: Path, name: str, **extra: Any) -> str:
 
 def validate(model_path: str, **flags: Any) -> Any:
     """Resolved settings of a server; raises what SGLang, or a plugin in it, has against them."""
-    flags = {"device": "cuda", "skip_tokenizer_init": True, **flags}
+    flags = {"model_path": model_path, "device": "cuda", "skip_tokenizer_init": True, **flags}
     with hopper():
-        server_args = ServerArgs(model_path=model_path, **flags)
+        server_args = ServerArgs(**flags)
         server_args.resolve_once()
         server_args.check_server_args()
     return resolving_view(server_args)

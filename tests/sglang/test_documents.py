@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
 
 import pytest
-from launching import hopper, write_model
+import torch
+from launching import hopper, validate, write_model
 from sglang.srt.server_args import prepare_server_args
 
 from hisparse_sgl.capacity.builtin import BUILT_IN
@@ -69,12 +75,56 @@ def test_launch_scripts_start_and_state_their_sizes(
     assert module == "sglang.launch_server"
     arguments = done.stdout.replace(config, "CONFIG").split()[2:]
     with hopper():
-        settings = prepare_server_args([config if word == "CONFIG" else word for word in arguments])
+        settings: Any = prepare_server_args([config if word == "CONFIG" else word for word in arguments])
         settings.device = "cuda"
         settings.resolve_once()
         settings.check_server_args()
     assert settings.enable_hisparse and not settings.disable_radix_cache
     assert stated(path.read_text()) == expected(builtin, Options.parse(config).host_to_device_ratio)
+
+
+def offline() -> ModuleType:
+    """The example as a module; it imports neither torch nor SGLang at its top."""
+    spec = importlib.util.spec_from_file_location("sglang_offline", ROOT / "examples" / "sglang_offline.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("plugin")
+def test_settings_of_the_offline_example_are_accepted(tmp_path: Path) -> None:
+    example = offline()
+    settings = example.engine_settings(write_model(tmp_path, "glm", **example.MODEL), 32768)
+    resolved = validate(settings.pop("model_path"), **settings)
+    assert resolved.radix_cache_backend == "hisparse"
+
+
+def test_offline_example_checks_its_conversations() -> None:
+    """Second turns begin with the prompt and the answer of the first, after one shared system prompt."""
+    example = offline()
+    asked: list[list[list[int]]] = []
+
+    class Engine:
+        def generate(self, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> list[Any]:
+            asked.append(input_ids)
+            return [{"output_ids": [7, 8], "meta_info": {"cached_tokens": 64}} for _ in input_ids]
+
+    turns = example.converse(Engine(), Random(0), 3)
+    first, second = asked
+    assert [prompt[: len(start) + 2] for prompt, start in zip(second, first, strict=True)] == [
+        [*start, 7, 8] for start in first
+    ]
+    assert len({tuple(prompt[: example.SHARED_TOKENS]) for prompt in first}) == 1
+    assert turns == [(len(prompt), 64) for prompt in second]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine could run it")
+def test_offline_example_says_that_it_needs_a_gpu() -> None:
+    command = [sys.executable, ROOT / "examples" / "sglang_offline.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs an NVIDIA GPU" in done.stderr
 
 
 def stated(text: str) -> dict[str, int]:
@@ -95,6 +145,7 @@ def expected(builtin: str, ratio: int) -> dict[str, int]:
     """The same figures from the sizes of the model: 8 GPUs of 140 GiB, weights and rows in fp8."""
     shape = BUILT_IN[builtin].shape(builtin)
     costs = Costs.of(shape, Workload(context=131072, concurrency=16))
+    assert shape.parameters is not None
     cache = int(140 * GIB * 0.85) - -(-shape.parameters // 8)
     device = device_tokens(shape, costs, cache, ratio)
     page = costs.page_rows_bytes + ratio * index_bytes(shape, costs)
