@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: st
     monkeypatch.setattr(sglang, "__version__", version)
     with pytest.raises(SystemExit, match=rf"expected {re.escape(targets.SUPPORTED)}, found {version}"):
         targets.check()
+
+
+def test_in_another_version_only_the_gate_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang, "__version__", "0.6.0")
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    hooks.register()
+    assert list(HookRegistry._hooks) == [hooks.GATE.target]
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.22.post1", "0.5.23", "0.5.23.post2"])

@@ -52,8 +52,10 @@ HOOKS = (
 
 
 def register() -> None:
-    """Register the gate, then everything else or nothing."""
+    """Register the gate, then everything else or nothing: in another SGLang than ours the gate alone."""
     _apply(GATE, _load(GATE))
+    if targets.wrong_version():
+        return
     try:
         loaded = [(hook, _load(hook)) for hook in HOOKS]
         _register_tree()

@@ -34,7 +34,7 @@ def note_failure(reason: str) -> None:
 
 def check() -> None:
     """Raise ``SystemExit`` unless SGLang's version is supported and has all of ``SIGNATURES`` as written."""
-    wrong = _wrong_version() or [*_failures, *_mismatches()]
+    wrong = wrong_version() or [*_failures, *_mismatches()]
     if wrong:
         _refuse(wrong)
 
@@ -62,7 +62,8 @@ def parameters(function: Callable[..., Any]) -> str:
     return str(signature.replace(parameters=bare, return_annotation=signature.empty))[1:-1]
 
 
-def _wrong_version() -> list[str]:
+def wrong_version() -> list[str]:
+    """What stands against the version of the installed SGLang; empty if nothing."""
     from packaging.specifiers import SpecifierSet
     from sglang import __version__
 
