@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hisparse_sgl.integrations.sglang import targets
+from hisparse_sgl.integrations.sglang.hooks import BACKEND
 from hisparse_sgl.integrations.sglang.options import PAGE_SIZE, Options
 
-BACKEND = "hisparse"
 STOCK = "set HISPARSE_SGL=0 and pass --disable-radix-cache for SGLang's own HiSparse"
 
 
