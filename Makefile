@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help venv demo test lint types soak build clean
 
 help:
-	@echo "make demo    serve two small models through the pool and compare every answer (CPU, no download of weights)"
+	@echo "make demo    serve three small models through the pool and compare every answer (CPU, no download of weights)"
 	@echo "make test    run the test suite"
 	@echo "make lint    ruff check and ruff format --check"
 	@echo "make types   mypy"
@@ -30,6 +30,7 @@ venv: $(STAMP)
 demo: $(STAMP)
 	$(RUN) examples/serve_glm.py
 	$(RUN) examples/serve_deepseek.py
+	$(RUN) examples/serve_deepseek_v4.py
 
 test: $(STAMP)
 	$(RUN) -m pytest -q

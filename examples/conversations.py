@@ -26,6 +26,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     cached_tokens: int = 0
+    shortened_tokens: int = 0  # cached ones that could not be used, for want of a state
     hot: bool = False  # too large for the device: its prompt goes through the hot region, a token a step
     aborted: bool = False
 

@@ -4,14 +4,33 @@ pressure."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from conversations import Request, next_turn
 
-from hisparse_sgl.integrations.transformers import PooledModel
 from hisparse_sgl.pool import HiSparsePool
-from hisparse_sgl.requests import Deferred
+from hisparse_sgl.requests import Admission, Deferred
+
+
+class PooledModel(Protocol):
+    """What the two integrations offer to a scheduler."""
+
+    @property
+    def pool(self) -> HiSparsePool: ...
+
+    def start(self, rid: str, admission: Admission) -> None: ...
+
+    def stop(self, rid: str) -> None: ...
+
+    def prefill(
+        self, rid: str, start: int, token_ids: Sequence[int], slots: torch.Tensor
+    ) -> torch.Tensor: ...
+
+    def decode(
+        self, rids: Sequence[str], starts: Sequence[int], token_ids: Sequence[int], slots: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class Scheduler:
@@ -30,7 +49,7 @@ class Scheduler:
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
-        self.pool: HiSparsePool = model.pool
+        self.pool = model.pool
         self.waiting = deque(requests)
         self.running: list[Request] = []
         self.ended: list[Request] = []
@@ -66,7 +85,9 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             request.num_computed = admission.cached_tokens
             request.cached_tokens += admission.cached_tokens
+            request.shortened_tokens += admission.shortened_tokens
             request.hot = admission.hot
+            self.model.start(request.rid, admission)
 
     def _prefill(self) -> bool:
         for request in filter(lambda request: request.is_prefilling and not request.hot, self.running):
@@ -123,10 +144,12 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         self.pool.retract(request.rid)
+        self.model.stop(request.rid)
         self.running.remove(request)
         self.waiting.appendleft(request)
 
     def _end(self, request: Request) -> None:
+        self.model.stop(request.rid)
         self.running.remove(request)
         self.ended.append(request)
         self.on_end(request)

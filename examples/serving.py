@@ -6,16 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from conversations import LARGEST_CONTEXT, Request, first_turns
+from conversations import Request, first_turns
 from options import TOP_K, Options
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
-from scheduler import Scheduler
+from scheduler import PooledModel, Scheduler
 from tiny_models import build, generate_alone, precision
 
 from hisparse_sgl.config import HiSparseConfig
-from hisparse_sgl.integrations.transformers import PooledModel, layout_of
+from hisparse_sgl.integrations import transformers
 from hisparse_sgl.kernels.backend import choose
 from hisparse_sgl.pool import HiSparsePool
 
@@ -34,8 +34,11 @@ _MUST_OCCUR = (
 )
 
 
-def serve(config: Any, options: Options) -> int:
+def serve(config: Any, options: Options, integration: Any = transformers) -> int:
     """Runs one example and prints its table.
+
+    Args:
+        integration: the module whose `layout_of` and `PooledModel` fit the model.
 
     Returns:
         0, or 1 if an answer differs (float64 only) or something that the example has to show did not happen.
@@ -45,7 +48,7 @@ def serve(config: Any, options: Options) -> int:
     console = Console()
     pooled, alone = (build(config, dtype, options.seed, options.device) for _ in range(2))
     requests = first_turns(options.requests, options.page_size, options.seed)
-    layout = layout_of(config, dtype, options.page_size)
+    layout = integration.layout_of(config, dtype, options.page_size)
     with (
         Progress(
             *Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -53,7 +56,7 @@ def serve(config: Any, options: Options) -> int:
         HiSparsePool(layout, pool_config(options), options.device) as pool,
         precision(dtype),
     ):
-        ended = _serve_all(PooledModel(pooled, pool), requests, options, bar)
+        ended = _serve_all(integration.PooledModel(pooled, pool), requests, options, bar)
         task = bar.add_task("compare with the unmodified model", total=len(ended))
         differing = []
         for request in ended:
@@ -79,10 +82,10 @@ def serve(config: Any, options: Options) -> int:
 
 def pool_config(options: Options) -> HiSparseConfig:
     """A device pool of `--device-pages`, and a host pool that never runs out."""
-    context_pages = -(-LARGEST_CONTEXT // options.page_size)
+    context_pages = -(-options.shape.context // options.page_size)
     return HiSparseConfig(
         top_k=TOP_K,
-        context_len=LARGEST_CONTEXT,
+        context_len=options.shape.context,
         host_pages=1 + context_pages * (options.requests // 2 + MAX_RUNNING),
         device_pages=options.device_pages,
         device_buffer_size=options.hot_rows,
@@ -105,11 +108,13 @@ def _facts(pool: HiSparsePool, ended: list[Request], differing: list[str]) -> di
     counters = pool.counters
     lookups = counters.hot_lookups
     equal = len(ended) - len(differing)
+    shortened = {"cached tokens without a state": sum(request.shortened_tokens for request in ended)}
     return {
         "requests served": len(ended),
         "equal to the model alone": f"{'no' if differing else 'yes'} ({equal} of {len(ended)})",
         "aborted": sum(request.aborted for request in ended),
         "cached tokens": sum(request.cached_tokens for request in ended),
+        **(shortened if pool.layout.needs_state else {}),
         "hot hit rate": f"{counters.hot_hits / max(1, lookups):.3f}",
         "hot misses": lookups - counters.hot_hits,
         "pages spilled": counters.pages_spilled,

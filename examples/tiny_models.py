@@ -1,4 +1,4 @@
-"""Small random DSA models, and their unmodified greedy run. Nothing is downloaded."""
+"""Small random models, and their unmodified greedy run. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from conversations import LARGEST_CONTEXT
-from options import TOP_K
+from options import TOP_K, V4
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     DeepseekV32Config,
     DynamicCache,
     GlmMoeDsaConfig,
@@ -69,6 +70,36 @@ def deepseek_config() -> DeepseekV32Config:
     return DeepseekV32Config(num_hidden_layers=4, rope_parameters=yarn, **_SIZES)
 
 
+def deepseek_v4_config() -> DeepseekV4Config:
+    """Five layers: one that sees the sliding window only, two of C4, two of C128, with the released rates."""
+    c4, c128 = "compressed_sparse_attention", "heavily_compressed_attention"
+    types = ["sliding_attention", c4, c128, c4, c128]
+    return DeepseekV4Config(
+        vocab_size=256,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=len(types),
+        layer_types=types,
+        num_attention_heads=4,
+        head_dim=32,
+        partial_rotary_factor=8 / 32,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe", "moe"],
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+        index_topk=TOP_K,
+        index_head_dim=16,
+        index_n_heads=16,
+        max_position_embeddings=V4.context,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def build(config: Any, dtype: torch.dtype, seed: int, device: str = "cpu") -> PreTrainedModel:
     """Builds a model with weights of standard deviation 1/sqrt(fan_in): the default 0.02 gives flat logits.
 
@@ -79,10 +110,14 @@ def build(config: Any, dtype: torch.dtype, seed: int, device: str = "cpu") -> Pr
         copy.deepcopy(config), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        # V4 starts with attention sinks and bases of its residual streams that are all zero.
+        if parameter.dim() > 1 or name.endswith(("sinks", "base")):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data = noise / parameter.shape[-1] ** 0.5
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):  # V4: the experts of each token
+            table.random_(config.n_routed_experts, generator=generator)
     nn.init.normal_(model.get_input_embeddings().weight, generator=generator)
     # transformers keeps some modules in float32 whatever dtype says.
     return model.to(device=device, dtype=dtype).eval()

@@ -147,7 +147,7 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         _check_power_of_two("page_size", self.page_size, MAX_PAGE_SIZE)
-        names = [group.name for group in (*self.groups, *self.states)]
+        names = [group.name for group in self.groups] + [state.name for state in self.states]
         if len(set(names)) != len(names):
             raise ValueError(f"groups has names {names}, the limit is one group a name: rename one")
         backed = [group.name for group in self.groups if group.host_backed]

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout, group_layers
+from hisparse_sgl.requests import Admission
 
 if TYPE_CHECKING:
     from hisparse_sgl.pool import HiSparsePool
@@ -235,6 +236,12 @@ class PooledModel:
         self._hooks = [
             layer.kv_b_proj.register_forward_pre_hook(self._keep_latent(layer.layer_idx)) for layer in layers
         ]
+
+    def start(self, rid: str, admission: Admission) -> None:
+        """Takes up a request that was admitted. There is nothing to do: all it has lies in the pool."""
+
+    def stop(self, rid: str) -> None:
+        """Forgets a request that has ended. There is nothing to do."""
 
     def prefill(self, rid: str, start: int, token_ids: Sequence[int], slots: Tensor) -> Tensor:
         """Computes the positions `start..start + n - 1` of one request. Everything before them is in the
