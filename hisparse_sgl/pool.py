@@ -191,7 +191,6 @@ class HiSparsePool:
 
     def write_index(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write indexer rows to row slots; ``layer`` is a leader, ``rows`` [n, index row bytes]."""
-        self._check_open()
         target = self.index_rows(layer)
         check_slots(slots, self.num_rows)
         target[slots.long()] = row_bytes(rows, slots.numel(), target.shape[1])
@@ -238,11 +237,16 @@ class HiSparsePool:
         check_positions(positions, self.runtime.batch * self.runtime.query_rows, self.config.top_k)
         return self.runtime.swap_in(self._group_id(group), positions)
 
-    def rows(self, layer: int) -> torch.Tensor:
-        """uint8 [device rows, row bytes] of a layer, for one-part rows; waits (on the GPU) for its copies."""
+    def pages(self, layer: int) -> torch.Tensor:
+        """uint8 [device pages, page bytes] of a layer, for any rows; waits (on the GPU) for its copies."""
         self._check_open()
         self._check_layer(layer)
         self.runtime.wait_layer(layer)
+        return self.device_pool.layer(layer)
+
+    def rows(self, layer: int) -> torch.Tensor:
+        """uint8 [device rows, row bytes] of a layer, for one-part rows; waits as ``pages`` does."""
+        self.pages(layer)
         return self.device_pool.rows(layer, torch.uint8)
 
     def step_done(self) -> None:
@@ -268,19 +272,16 @@ class HiSparsePool:
 
     def retract(self, rid: str) -> None:
         """Take a running request back; what is durable of it is published. Admit it again to go on."""
-        self._check_open()
         self._join_copies()
         self.coordinator.retract(rid)
 
     def finish(self, rid: str) -> None:
         """The request is complete; its whole pages are published, now or when their copies are through."""
-        self._check_open()
         self._join_copies()
         self.coordinator.finish(rid)
 
     def abort(self, rid: str) -> None:
         """End a request without publishing any more of it."""
-        self._check_open()
         self._join_copies()
         self.coordinator.abort(rid)
 
@@ -375,6 +376,7 @@ class HiSparsePool:
             raise ValueError("the pool is closed: make a new HiSparsePool")
 
     def _join_copies(self) -> None:
+        self._check_open()
         # After a forward that failed they may still write to a hot region that is now given back.
         self.runtime.join()
 

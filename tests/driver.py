@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
-from late_transfers import LateTransfers
-from oracle import INDEX_ROW_BYTES, ROW_BYTES, Oracle, Prefix, Record, WrongBytes
-from random_pools import CONTEXT_LEN, GROUPS, NUM_LAYERS, PAGE_SIZE, TENANTS, random_config
+from oracle import Record
+from random_pools import CONTEXT_LEN, GROUPS, PAGE_SIZE, PLAIN, TENANTS
+from world import World
 
-from hisparse_sgl.config import Sizes
-from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
-from hisparse_sgl.pool import HiSparsePool
-from hisparse_sgl.requests import Deferred, Request
-from hisparse_sgl.transfers import Transfers
+from hisparse_sgl.mem_pool.layout import IndexGroup
+from hisparse_sgl.radix.page_hash import ExtraKey
+from hisparse_sgl.requests import Deferred
 
 
-class Driver:
-    """A pool with late copies, and what its owner knows of it.
-
-    ``act`` does one action of ``ACTIONS``, whose choices are a function of ``seed``, and then checks
-    everything. With ``structure`` False the pool's own invariants are not asked: bytes and answers alone
-    must then show a fault. ``eager`` overrides the drawn ``eager_host_mirror``.
-    """
-
-    def __init__(
-        self,
-        seed: int,
-        structure: bool = True,
-        device: str = "cpu",
-        transfer_class: type[Transfers] = LateTransfers,
-        eager: bool | None = None,
-    ) -> None:
-        rng = Random(seed)
-        self.config = random_config(rng)
-        if device != "cpu":
-            self.config = replace(self.config, kernels="auto")
-        if eager is not None:
-            self.config = replace(self.config, eager_host_mirror=eager)
-        self.structure = structure
-        layout = KVLayout.single(NUM_LAYERS, (ROW_BYTES,), PAGE_SIZE, GROUPS, INDEX_ROW_BYTES)
-        self.pool = HiSparsePool(layout, self.config, device, transfer_class)
-        self.transfers: Any = self.pool.transfers
-        self.coordinator = self.pool.coordinator
-        self.oracle = Oracle(NUM_LAYERS, self.config.host_pages * PAGE_SIZE, PAGE_SIZE)
-        self.host = self.pool.host_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64).numpy()
-        self.families = [[rng.randrange(3) for _ in range(CONTEXT_LEN)] for _ in range(2)]
-        sizes = Sizes.of(self.config, PAGE_SIZE)
-        self.longest_chunk = min(9, PAGE_SIZE * (self.config.device_pages - 3 - sizes.hot_pages))
-        self.running: dict[str, Record] = {}
-        self.retracted: list[Record] = []
-        self.num_rids = 0
-        self.seen: Counter[str] = Counter()
-
-    @property
-    def device(self) -> np.ndarray:
-        """int64 [layers, device rows, 2], as the current stream sees the device pool."""
-        rows = self.pool.device_pool.buffer.view(NUM_LAYERS, -1, ROW_BYTES).view(torch.int64)
-        return rows.cpu().numpy()
+class Driver(World):
+    """``act`` does one action of ``ACTIONS``, whose choices are a function of ``seed``, and checks all."""
 
     def act(self, action: str, seed: int) -> None:
         """One action and all checks."""
@@ -78,10 +33,7 @@ class Driver:
             rid, tenant = f"r{self.num_rids}", rng.choice(TENANTS)
             tokens = rng.choice(self.families)[: rng.choice((0, 8, 13, 20, 31))]
             tokens = tokens + [rng.randrange(2) for _ in range(rng.randint(1, 7))]
-        published = set(map(self.oracle.shareable.get, self._published()))
-        ends = range(PAGE_SIZE, len(tokens), PAGE_SIZE)
-        found = [(tenant, tuple(tokens[:end])) in published for end in ends]
-        least = PAGE_SIZE * (found.index(False) if False in found else len(found))
+        least, most = self._known(tenant, tokens)
         may_wait = len(self.running) > 0 or self.transfers.fails
         admission = self.pool.admit(rid, tokens, tenant)
         if isinstance(admission, Deferred):
@@ -93,6 +45,10 @@ class Driver:
         record = Record(rid, tenant, list(tokens), cached, len(tokens), tells, known=len(tokens))
         self.running[rid] = record
         assert cached >= least, f"{rid} finds {cached} tokens, {least} of its prefix are published"
+        assert cached + admission.shortened_tokens >= most, (admission, most)
+        if self.coordinator.needs_state:
+            assert admission.state == ((tenant, tuple(tokens[:cached])) if cached else None)
+        self.seen["shortened hits"] += admission.shortened_tokens > 0
         self.seen["prefix hits"] += cached > 0
         self.seen["hot admissions"] += admission.hot
         for page, end in zip(self._pages(rid), range(PAGE_SIZE, cached + 1, PAGE_SIZE), strict=True):
@@ -118,6 +74,8 @@ class Driver:
                 self._end(record, rng.choice(("retract", "abort")))
             return
         self._forward(batch, query_rows, rng)
+        for record in batch:
+            self._keep_states(record, started[record.rid], rng)
         if rng.random() < 0.05:
             self._end(batch.pop(), rng.choice(("retract", "abort", "finish")))
         late = [record for record in batch if record.tells != "before" and rng.random() < 0.5]
@@ -203,45 +161,6 @@ class Driver:
             self.step(rng)
             self.check()
 
-    def close(self) -> None:
-        del self.host
-        self.pool.close()
-
-    def check(self) -> None:
-        """The invariants, the audit, every settled row of every request, and every page of the tree."""
-        if self.structure:
-            self.pool.check_integrity()
-        mismatches = self.pool.audit()
-        if mismatches:
-            raise WrongBytes(f"audit finds {mismatches} rows that differ from the host's")
-        shareable = self.oracle.shareable
-        for page in [node.page for node in self.coordinator.tree.nodes.values()]:
-            numbers = self.oracle.page_writes(page)
-            assert numbers in shareable, f"page {page} of rows {numbers} is shared and must not be"
-            rows = self.host[:, page * PAGE_SIZE : (page + 1) * PAGE_SIZE]
-            self.oracle.compare(f"host page {page} in the tree", rows, np.array(numbers))
-        device = self.device
-        for record in self.running.values():
-            self._check_record(record, device)
-
-    def _check_record(self, record: Record, device: np.ndarray) -> None:
-        request = self._request(record.rid)
-        assert request.num_tokens == record.num_tokens, (request.num_tokens, record)
-        if not record.writes:
-            return
-        numbers, slots = np.array(record.writes), self._slots(request)[: len(record.writes)]
-        pages = slots // PAGE_SIZE
-        resident = np.array(self.coordinator.leases.resident_page)[pages]
-        on_device = resident > 0
-        rows = resident[on_device] * PAGE_SIZE + slots[on_device] % PAGE_SIZE
-        self.oracle.compare(f"{record.rid} on the device", device[:, rows], numbers[on_device])
-        on_host = np.array([self.coordinator.pages.is_durable(page) for page in pages.tolist()])
-        self.oracle.compare(f"{record.rid} on the host", self.host[:, slots[on_host]], numbers[on_host])
-        assert (on_device | on_host).all(), f"{record.rid} has lost rows"
-        for group in GROUPS:
-            keys = self.pool.index_rows(group.leader).view(torch.int64).cpu().numpy()[slots, 0]
-            assert np.array_equal(keys, numbers), f"indexer rows of {record.rid}: {keys}, not {numbers}"
-
     def _grow(self, record: Record, query_rows: int, rng: Random) -> None:
         """Ask for slots: the next chunk of a prompt, or as many rows as the step has queries."""
         limit = record.num_prompt if record.num_tokens < record.num_prompt else CONTEXT_LEN
@@ -273,6 +192,28 @@ class Driver:
             self.pool.append_tokens(record.rid, record.tokens[record.known : end])
             record.known = end
 
+    def _known(self, tenant: ExtraKey, tokens: list[int]) -> tuple[int, int]:
+        """Tokens of published pages that a prompt begins with: those that can be used, and all."""
+        ends = range(PAGE_SIZE, len(tokens), PAGE_SIZE)
+        published = set(map(self.oracle.shareable.get, self._published()))
+        found = [(tenant, tuple(tokens[:end])) in published for end in ends]
+        most = found.index(False) if False in found else len(found)
+        if not self.coordinator.needs_state:
+            return PAGE_SIZE * most, PAGE_SIZE * most
+        states = set(map(self.oracle.shareable.get, self._with_states()))
+        usable = [end for end in ends[:most] if (tenant, tuple(tokens[:end])) in states]
+        return max(usable, default=0), PAGE_SIZE * most
+
+    def _keep_states(self, record: Record, start: int, rng: Random) -> None:
+        """Hand over the state at some of the page boundaries that a forward passed."""
+        if not self.coordinator.needs_state:
+            return
+        for end in range((start // PAGE_SIZE + 1) * PAGE_SIZE, len(record.writes) + 1, PAGE_SIZE):
+            if rng.random() < 0.5:
+                state = (record.tenant, tuple(record.tokens[:end]))
+                self.pool.keep_state(record.rid, end, state)
+                self.oracle.kept[tuple(record.writes[end - PAGE_SIZE : end])] = state
+
     def _forward(self, batch: list[Record], query_rows: int, rng: Random) -> None:
         slots = torch.tensor(
             [slot for record in batch for slot in record.unwritten] + [0, 3],
@@ -283,6 +224,11 @@ class Driver:
         for record in batch:
             record.unwritten = []
         data = np.concatenate([*numbers, np.zeros(2, dtype=np.int64)])
+        self._write_plain(slots, data)
+        slots = self.pool.row_slots(slots)
+        if self.share > 1 and rng.random() < 0.5:  # else rows that no token completes go to the null page
+            done = slots.cpu().numpy() > 0
+            slots, data = slots[self._on_device(done)], data[done]
         picked: list[tuple[IndexGroup, torch.Tensor, torch.Tensor]] = []
         for group in GROUPS:
             positions = self._positions(batch, query_rows, rng)
@@ -293,7 +239,7 @@ class Driver:
                     self.pool.write_index(layer, slots, self._on_device(data)[:, None])
                     rows = self.pool.swap_in(layer, positions).clone()
                     picked.append((group, positions, rows))
-                self.pool.rows(layer)
+                self.pool.pages(layer)
                 self._check_rows(batch, query_rows, positions, rows, layer)
         for group, positions, rows in picked:  # rows stay where they are until the group's next call
             for layer in group.layers:
@@ -301,40 +247,21 @@ class Driver:
         for record in batch:
             self._check_prefill(record)
 
-    def _on_device(self, data: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(data).to(self.pool.device)
+    def _write_plain(self, slots: torch.Tensor, data: np.ndarray) -> None:
+        for group in self.pool.layout.device_groups:
+            for layer in range(group.num_layers):
+                rows = self.pool.group_rows(PLAIN, layer).view(torch.int64)
+                rows[slots.long(), 0], rows[slots.long(), 1] = self._on_device(data), layer
 
     def _positions(self, batch: list[Record], query_rows: int, rng: Random) -> torch.Tensor:
         width = rng.randint(1, self.config.top_k)
         picked = []
         for record in batch:
             for _ in range(query_rows):
-                many = range(record.num_tokens)
+                many = range(record.num_tokens // self.share) or [-1]
                 row = [rng.choice(many) if rng.random() < 0.9 else many[-1] for _ in range(width)]
                 picked.append([p if rng.random() < 0.9 else -1 for p in row])
         return torch.tensor(picked, dtype=torch.int32, device=self.pool.device)
-
-    def _check_rows(
-        self, batch: list[Record], query_rows: int, positions: torch.Tensor, rows: torch.Tensor, layer: int
-    ) -> None:
-        wanted, given, device = positions.cpu().numpy(), rows.cpu().numpy(), self.device
-        assert ((given < 0) == (wanted < 0)).all(), f"positions {wanted.tolist()} got rows {given.tolist()}"
-        for index, record in enumerate(batch):
-            part = slice(index * query_rows, (index + 1) * query_rows)
-            asked = wanted[part][wanted[part] >= 0]
-            found = device[layer, given[part][wanted[part] >= 0]]
-            self.oracle.compare_layer(
-                f"{record.rid} reads {asked}", found, np.array(record.writes)[asked], layer
-            )
-
-    def _check_prefill(self, record: Record) -> None:
-        """What a prefill kernel reads through ``translate``."""
-        request = self._request(record.rid)
-        slots = self._slots(request)
-        rows = self.pool.translate(self._on_device(slots).int()).cpu().numpy()
-        assert request.hot_pages or (rows >= 0).all(), f"{record.rid} is resident and misses rows {rows}"
-        numbers = np.array(record.writes)
-        self.oracle.compare(f"prefill of {record.rid}", self.device[:, rows[rows >= 0]], numbers[rows >= 0])
 
     def _accept(self, record: Record, start: int, rng: Random) -> None:
         """Reject some of the rows that were written behind position ``start``, if they are drafts."""
@@ -372,21 +299,3 @@ class Driver:
         landed = bool(self.transfers.landed)
         self.coordinator.collect()
         return landed
-
-    def _published(self) -> set[tuple[int, ...]]:
-        return {self.oracle.page_writes(node.page) for node in self.coordinator.tree.nodes.values()}
-
-    def _check_shared(self, page: int, prefix: Prefix) -> None:
-        numbers = self.oracle.page_writes(page)
-        found = self.oracle.shareable.get(numbers)
-        assert found == prefix, f"page {page} of rows {numbers} stands for {found}, not for {prefix}"
-
-    def _request(self, rid: str) -> Request:
-        return self.coordinator.requests[rid]
-
-    def _pages(self, rid: str) -> list[int]:
-        return self.pool.page_table([rid])[0].tolist() if self._request(rid).pages else []
-
-    def _slots(self, request: Request) -> np.ndarray:
-        pages = np.array(request.pages, dtype=np.int64)
-        return (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()[: request.num_tokens]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from hisparse_sgl.kernels.rows import row_view
 from hisparse_sgl.transfer_queue import Completion, PageCopy
 from hisparse_sgl.transfers import Lane, Transfers
 
@@ -47,8 +48,9 @@ class LateTransfers(Transfers):
 
     def mirror(self, slots: list[int], rows: list[int]) -> int:
         def spoil() -> None:
-            pages = self.host.buffer.view(self.num_layers, -1, self.row.row_bytes)
-            pages[:, torch.tensor(slots)] = GARBAGE
+            index, size = torch.tensor(slots), self.row.page_size
+            for part in range(len(self.row.parts)):
+                row_view(self.host.buffer, self.row, part)[:, index // size, index % size] = GARBAGE
 
         self._spoil = spoil
         return super().mirror(slots, rows)

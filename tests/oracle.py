@@ -1,7 +1,7 @@
 """What the pool must answer: a plain record of every row written and of who may share it.
 
-Each row written gets a number of its own. Its bytes, 16 in each layer, are that number and the layer's, so a
-wrong row says what it is.
+Each token written gets a number of its own. The bytes of a row in each layer are the number of its last
+token, the layer's and, where a row has two parts, the number again: a wrong row says what it is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import numpy as np
 
 from hisparse_sgl.radix.page_hash import ExtraKey
 
-ROW_BYTES = 16
-INDEX_ROW_BYTES = 8
 Prefix = tuple[ExtraKey, tuple[int, ...]]  # tenant key, all tokens up to the end of a page
 
 
@@ -41,12 +39,18 @@ class Record:
 class Oracle:
     """Rows by number, and the prefixes that may be found."""
 
-    def __init__(self, num_layers: int, num_slots: int, page_size: int) -> None:
+    def __init__(self, num_layers: int, num_slots: int, page_size: int, columns: int = 2) -> None:
         self.num_layers = num_layers
+        self.columns = columns
         self.page_size = page_size
         self.last_write = np.full(num_slots, -1, dtype=np.int64)
         self.next_write = 1
-        self.shareable: dict[tuple[int, ...], Prefix] = {}  # numbers of a page's rows -> what they stand for
+        self.shareable: dict[
+            tuple[int, ...], Prefix
+        ] = {}  # numbers of a page's tokens -> what they stand for
+        self.kept: dict[
+            tuple[int, ...], Prefix
+        ] = {}  # the same -> the state that was handed over for its end
 
     def write(self, record: Record, slots: Sequence[int]) -> np.ndarray:
         """Number the rows that a request writes behind the ones it has."""
@@ -57,11 +61,11 @@ class Oracle:
         return numbers
 
     def rows(self, numbers: np.ndarray, layer: int) -> np.ndarray:
-        """int64 [n, 2]: the bytes of those rows in a layer."""
-        return np.stack([numbers, np.full_like(numbers, layer + 1)], axis=-1)
+        """int64 [n, columns]: the bytes of those rows in a layer."""
+        return np.stack([numbers, np.full_like(numbers, layer + 1), -numbers][: self.columns], axis=-1)
 
     def compare(self, what: str, found: np.ndarray, numbers: np.ndarray) -> None:
-        """``found`` int64 [layers, n, 2] must be the rows ``numbers`` [n] of all layers."""
+        """``found`` int64 [layers, n, columns] must be the rows ``numbers`` [n] of all layers."""
         for layer in range(self.num_layers):
             self.compare_layer(what, found[layer], numbers, layer)
 

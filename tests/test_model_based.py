@@ -1,9 +1,13 @@
-"""Random requests under pressure, with late and failing copies; hypothesis seeks a fault."""
+"""Random requests under pressure, with late and failing copies; hypothesis seeks a fault.
+
+Two pools: one with a row for each token, and one with a compressed group beside a plain one.
+"""
 
 from __future__ import annotations
 
 from random import Random
 
+import pytest
 from driver import Driver
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,10 +21,11 @@ class PoolMachine(RuleBasedStateMachine):
     """Each rule is one action of the driver, which checks everything after it."""
 
     driver: Driver | None = None
+    shares = st.just(1)
 
-    @initialize(seed=SEEDS)
-    def start(self, seed: int) -> None:
-        self.driver = Driver(seed)
+    @initialize(seed=SEEDS, data=st.data())
+    def start(self, seed: int, data: st.DataObject) -> None:
+        self.driver = Driver(seed, tokens_per_row=data.draw(self.shares))
         self.driver.act("admit", seed)
 
     @rule(action=st.sampled_from(ACTIONS), seed=SEEDS)
@@ -36,15 +41,24 @@ class PoolMachine(RuleBasedStateMachine):
                 self.driver.close()
 
 
+class CompressedPoolMachine(PoolMachine):
+    """Two or four tokens share a row; a hit needs a state."""
+
+    shares = st.sampled_from((2, 4))
+
+
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestCompressedPool = CompressedPoolMachine.TestCase
+TestCompressedPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
-def test_the_driver_reaches_what_it_is_for() -> None:
+@pytest.mark.parametrize(("tokens_per_row", "special"), [(1, ()), (2, ("shortened hits",))])
+def test_the_driver_reaches_what_it_is_for(tokens_per_row: int, special: tuple[str, ...]) -> None:
     """A test that never meets pressure, failures or shared prefixes would prove nothing."""
     met: set[str] = set()
     for seed in range(13):
-        driver, rng = Driver(seed), Random(seed)
+        driver, rng = Driver(seed, tokens_per_row=tokens_per_row), Random(seed)
         for _ in range(150):
             driver.act(rng.choice(ACTIONS), rng.randrange(2**32))
         driver.drain(rng)
@@ -53,7 +67,7 @@ def test_the_driver_reaches_what_it_is_for() -> None:
         met |= {name for name, count in driver.seen.items() if count}
         met |= {name for name in COUNTERS if getattr(counters, name)}
         driver.close()
-    missing = {*COUNTERS, *DEFERRALS, "prefix hits", "hot admissions", "rewinds"} - met
+    missing = {*COUNTERS, *DEFERRALS, *special, "prefix hits", "hot admissions", "rewinds"} - met
     assert not missing, f"thirteen runs never met {sorted(missing)}"
 
 

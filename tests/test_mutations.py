@@ -5,7 +5,7 @@ The pool's own invariants are switched off where the bytes and the answers alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Any
 
@@ -20,7 +20,9 @@ from hisparse_sgl.kernels.state import CopyPlan
 from hisparse_sgl.mem_pool.leases import DeviceLeases
 from hisparse_sgl.pages import Flight, Pages, PageState
 from hisparse_sgl.pool import HiSparsePool
+from hisparse_sgl.radix.gate import PublicationGate
 from hisparse_sgl.radix.page_hash import ExtraKey, PageHasher
+from hisparse_sgl.radix.tree import PrefixTree
 from hisparse_sgl.requests import Request
 from hisparse_sgl.residency import Residency
 from hisparse_sgl.runtime import Runtime
@@ -30,9 +32,9 @@ STEPS = 120
 Patch = pytest.MonkeyPatch
 
 
-def drive(seed: int, structure: bool = False) -> None:
+def drive(seed: int, tokens_per_row: int = 1) -> None:
     """A fixed series of actions; raises when an answer is wrong."""
-    driver, rng = Driver(seed, structure), Random(seed)
+    driver, rng = Driver(seed, structure=False, tokens_per_row=tokens_per_row), Random(seed)
     try:
         for _ in range(STEPS):
             driver.act(rng.choice(ACTIONS), rng.randrange(2**32))
@@ -141,6 +143,50 @@ def lose_a_reference(patch: Patch) -> None:
     patch.setattr(Pages, "_let_go", let_go)
 
 
+def count_a_row_with_its_first_token(patch: Patch) -> None:
+    def settle(self: Pages, pages: Sequence[int], start: int, end: int) -> list[int]:
+        early = self.tokens_per_row - 1
+        return real(self, pages, start + early if start else 0, end + early)
+
+    real = Pages.settle
+    patch.setattr(Pages, "settle", settle)
+
+
+def leave_the_row_that_opens_again(patch: Patch) -> None:
+    def row_slot(self: Coordinator, request: Request, row: int) -> int:
+        return real(self, request, min(row + 1, len(request.pages) * self.sizes.page_rows - 1))
+
+    real = Coordinator._row_slot
+    patch.setattr(Coordinator, "_row_slot", row_slot)
+
+
+def resume_without_a_state(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "resumable", lambda self, match: match)
+
+
+def keep_the_state_of_rewound_tokens(patch: Patch) -> None:
+    patch.setattr(PublicationGate, "drop_states", lambda self, publication, index: None)
+
+
+def keep_states_one_page_late(patch: Patch) -> None:
+    real = PublicationGate.keep_state
+    patch.setattr(
+        PublicationGate,
+        "keep_state",
+        lambda self, publication, index, state: real(self, publication, max(0, index - 1), state),
+    )
+
+
+COMPRESSED_MUTATIONS: tuple[Callable[[Patch], None], ...] = (
+    count_a_row_with_its_first_token,
+    leave_the_row_that_opens_again,
+    resume_without_a_state,
+    keep_the_state_of_rewound_tokens,
+    keep_states_one_page_late,
+    forget_invalidation,
+    mirror_one_row_less,
+    skip_on_reuse,
+)
 MUTATIONS: tuple[Callable[[Patch], None], ...] = (
     publish_before_completion,
     skip_on_reuse,
@@ -160,11 +206,11 @@ MUTATIONS: tuple[Callable[[Patch], None], ...] = (
 )
 
 
-def first_fault(seeds: Iterable[int]) -> tuple[int, BaseException] | None:
+def first_fault(seeds: Iterable[int], tokens_per_row: int = 1) -> tuple[int, BaseException] | None:
     """Seed and error of the first run that fails."""
     for seed in seeds:
         try:
-            drive(seed)
+            drive(seed, tokens_per_row)
         except Exception as error:
             return seed, error
     return None
@@ -177,3 +223,12 @@ def test_the_driver_finds(mutate: Callable[[Patch], None], monkeypatch: Patch) -
     assert found, f"{len(SEEDS)} runs of {STEPS} steps did not notice {mutate.__name__}"
     monkeypatch.undo()
     drive(found[0])  # the same series of actions is right without the mutation
+
+
+@pytest.mark.parametrize("mutate", COMPRESSED_MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_the_driver_finds_with_compressed_rows(mutate: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutate(monkeypatch)
+    found = first_fault(SEEDS, tokens_per_row=2)
+    assert found, f"{len(SEEDS)} runs of {STEPS} steps did not notice {mutate.__name__}"
+    monkeypatch.undo()
+    drive(found[0], tokens_per_row=2)
