@@ -25,10 +25,7 @@ def adder_class(base: type) -> type:
             if isinstance(admission, AddReqResult):
                 return admission
             coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
-            if coordinator.has_room(req):
-                return admission
-            coordinator.counters.deferred_admissions += 1
-            return AddReqResult.OTHER
+            return admission if coordinator.has_room(req) else AddReqResult.OTHER
 
         def _commit_prefill_admission(self, req: Any, admission: Any, mamba_gap_reserve: int) -> None:
             super()._commit_prefill_admission(req, admission, mamba_gap_reserve)

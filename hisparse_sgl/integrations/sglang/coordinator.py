@@ -34,6 +34,9 @@ from hisparse_sgl.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+POLL_INTERVAL = 8
+"""Steps after which several ranks agree on completed copies although nothing waits for one."""
+
 NUM_PLANS = 2
 """Copy plans in turn: a group's followers are through before the next group but one begins."""
 
@@ -109,6 +112,8 @@ class Coordinator:
         self.audit = Audit(self.options.audit_every, self.lifecycle, self.runtime)
         self.kernel_stats = LaggedCounters(self.runtime.stats)
         self.tree: Any = None  # set by the tree, which is built last
+        self.num_steps = 0
+        self.deferred = False  # a request waits for device pages
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
         self.launching: list[tuple[ServedRequest, int]] = []
@@ -135,15 +140,25 @@ class Coordinator:
     # What the scheduler calls in each step.
 
     def collect(self) -> None:
-        """Before the scheduler plans a step: completed copies, publication, spills, hot regions."""
-        self.lifecycle.collect()
-        if self.tree is not None:
-            self.tree.publish()
+        """Before the scheduler plans a step: completed copies, publication, spills, hot regions.
+
+        Asking all ranks which copies are through costs a reduction, so several ranks do it only when
+        something waits for one, and now and then.
+        """
+        self.num_steps += 1
+        waiting = self.deferred or self.tree.is_waiting or self.num_steps % POLL_INTERVAL == 0
+        self.lifecycle.collect(poll=waiting or self.tp_world_size == 1)
+        self.deferred = False
+        self.tree.publish()
         prometheus.export(self, time.monotonic())
 
     def has_room(self, req: Any) -> bool:
         """Whether a waiting request, whose prefix is locked, can be on the device as a whole."""
-        return self.lifecycle.has_room(self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids))
+        room = self.lifecycle.has_room(self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids))
+        if not room:
+            self.deferred = True
+            self.counters.deferred_admissions += 1
+        return room
 
     def admit(self, req: Any) -> None:
         """The request is in the next prefill batch: pin its prefix, start to restore what is missing."""

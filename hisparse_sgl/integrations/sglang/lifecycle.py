@@ -216,9 +216,9 @@ class Lifecycle:
         request.num_settled = max(start, end)
         return self.pages.settle(request.pages, start, end)
 
-    def collect(self) -> None:
-        """Take in completed transfers, start spills, yield if few device pages are free."""
-        if self.pages.flights:
+    def collect(self, poll: bool = True) -> None:
+        """Take in completed transfers if ``poll``, start spills, yield if few device pages are free."""
+        if poll and self.pages.flights:
             self.pages.land(self.transfers.poll())
         self.pages.spill(self.sizes.spill_budget)
         self.residency.relieve(self.sizes.transition_watermark, self.requests.values())

@@ -69,6 +69,11 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         else:
             self.open[req.rid] = (req, up_to // self.page_size * self.page_size)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Something is to be published as soon as its copies are through."""
+        return bool(self.open or self.detached)
+
     def publish(self) -> None:
         """Put into the tree what has become durable."""
         for rid, (req, tokens) in list(self.open.items()):
