@@ -42,6 +42,7 @@ HOOKS = (
     Hook(POOL, "replace", "kv_pool", "KVPool"),
     Hook(ALLOCATOR, "replace", "allocator", "Allocator"),
     Hook(COORDINATOR, "replace", "coordinator", "Coordinator"),
+    Hook(f"{SCHEDULER}.init_model_worker", "around", "scheduling", "init_model_worker"),
     Hook(f"{SCHEDULER}.get_prefill_adder_class", "around", "scheduling", "get_prefill_adder_class"),
     Hook(f"{SCHEDULER}.get_next_batch_to_run", "around", "scheduling", "get_next_batch_to_run"),
     Hook(f"{BATCH}.prepare_for_decode", "around", "scheduling", "prepare_for_decode"),

@@ -12,6 +12,16 @@ def is_ours(coordinator: Any) -> bool:
     return getattr(coordinator, "hisparse_sgl", False)
 
 
+def init_model_worker(original: Callable[..., Any], scheduler: Any) -> Any:
+    """The size of the pool is that of our allocator, whose tokens are the host's. SGLang takes it from the
+    device pool, and divides by it in statistics, load reports, event metrics and server info."""
+    output = original(scheduler)
+    runner = scheduler.tp_worker.model_runner
+    if is_ours(runner.hisparse_coordinator):
+        scheduler.max_total_num_tokens = runner.token_to_kv_pool_allocator.size_full
+    return output
+
+
 def get_next_batch_to_run(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Look after copies first. A prefill joins the running batch as without HiSparse: nothing is staged."""
     if not is_ours(scheduler.hisparse_coordinator):

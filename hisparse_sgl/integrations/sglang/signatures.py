@@ -32,6 +32,7 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "get_next_batch_to_run": "self, running_batch, last_batch",
         "get_prefill_adder_class": "self",
         "init_metrics_collector": "self",
+        "init_model_worker": "self",
     },
     BATCH: {
         "prepare_for_decode": "self",
