@@ -16,10 +16,10 @@ PARTS_ALIGN = 576
 class Cell:
     """One case: a batch of requests that each miss exactly ``misses`` selected rows a step.
 
-    ``parts`` bytes of a host row, ``context`` tokens a request, ``pool_gib`` size of the host pool,
-    ``placement`` how a request's pages lie in it. With ``resident`` all pages are on the device: nothing is
-    looked up or copied. The ``query_rows`` rows of a request are windows on one list, each moved on by a
-    quarter of top-k, so neighbours share three quarters.
+    ``parts`` bytes of a host row, ``context`` tokens a request, ``pool_gib`` size of a layer of the host
+    pool, ``layers`` that the steps read in turn, ``placement`` how a request's pages lie in each. With
+    ``resident`` all pages are on the device: nothing is looked up or copied. The ``query_rows`` rows of a
+    request are windows on one list, each moved on by a quarter of top-k, so neighbours share three quarters.
     """
 
     batch: int
@@ -27,6 +27,7 @@ class Cell:
     parts: tuple[int, ...] = (656,)
     context: int = 65536
     pool_gib: float = 4
+    layers: int = 1
     placement: str = "scattered"
     query_rows: int = 1
     hot_rows: int = 4096
@@ -41,6 +42,8 @@ class Cell:
         tags.append(f"c{self.context // 1024}k")
         tags.append(f"p{self.pool_gib:g}g")
         tags.append(self.placement)
+        if self.layers > 1:
+            tags.append(f"l{self.layers}")
         if self.query_rows > 1:
             tags.append(f"q{self.query_rows}")
         return "-".join(tags)
@@ -60,13 +63,13 @@ class Cell:
         return 0 if self.resident else self.batch * self.misses * self.row_bytes
 
     @property
-    def pool(self) -> tuple[tuple[int, ...], float]:
+    def pool(self) -> tuple[tuple[int, ...], float, int]:
         """Cells with an equal value can share a host pool."""
-        return self.parts, self.pool_gib
+        return self.parts, self.pool_gib, self.layers
 
 
 def cells() -> list[Cell]:
-    """About 40 cells, ordered so that a run cut short has the most telling ones, and few pools are built."""
+    """About 50 cells, ordered so that a run cut short has the most telling ones, and few pools are built."""
     grid = [Cell(batch, misses) for misses in (190, 930) for batch in (1, 64, 16)]
     grid += [Cell(batch, 0, resident=True) for batch in (64, 1, 4, 16)]
     grid += [Cell(64, misses, placement="extents") for misses in (190, 930)]
@@ -80,7 +83,10 @@ def cells() -> list[Cell]:
     large += [Cell(64, misses, pool_gib=48, placement="extents") for misses in (190, 930)]
     large += [Cell(1, misses, pool_gib=48) for misses in (190, 930)]
     large += [Cell(batch, misses, pool_gib=48, context=524288) for batch, misses in pairs]
-    return grid + large
+    turns = [Cell(batch, misses, layers=6) for batch in (64, 16) for misses in (190, 930)]
+    turns += [Cell(64, misses, layers=6, placement="extents") for misses in (190, 930)]
+    turns += [Cell(1, 190, layers=6)]
+    return grid + turns + large
 
 
 def tiny(cell: Cell) -> Cell:

@@ -37,9 +37,9 @@ def run_resolve(work: Workload, step: int) -> None:
     )
 
 
-def run_gather(work: Workload, plan: CopyPlan) -> None:
-    """Copy the rows of a plan."""
-    gather(work.host, work.device, plan, work.row, backend=work.backend)
+def run_gather(work: Workload, plan: CopyPlan, step: int) -> None:
+    """Copy the rows of a step's plan, from the layer whose turn it is."""
+    gather(work.hosts[step % len(work.hosts)], work.device, plan, work.row, backend=work.backend)
 
 
 def copy_plan(plan: CopyPlan) -> CopyPlan:
@@ -120,7 +120,7 @@ def check_gate(work: Workload, checked: int) -> tuple[HotState, list[CopyPlan]]:
         if cell.resident:
             _check_resident(work, step)
         else:
-            run_gather(work, work.plan)
+            run_gather(work, work.plan, step)
             _check_copies(work, step)
         if step == 0:
             start = HotState(*(tensor.clone() for tensor in work.hot))

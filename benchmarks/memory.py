@@ -75,13 +75,27 @@ def open_pool(layout: KVLayout, num_pages: int) -> tuple[HostPool, float]:
 
 
 def fill_random(pool: HostPool, device: torch.device) -> torch.Tensor:
-    """Random bytes in the pool's buffer; the same bytes on ``device`` (on a CPU the buffer itself)."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    if device.type != "cuda":
-        return pool.buffer.random_(0, 256, generator=generator)
-    mirror = torch.empty(pool.buffer.shape, dtype=torch.uint8, device=device)
-    for chunk in mirror.view(-1).view(torch.int64).split(1 << 27):
-        chunk.random_(generator=generator)
+    """Random bytes in the pool's buffer; the same bytes on ``device``."""
+    mirror = _random(pool.buffer, device)
     for start, stop in pairwise(pool.bounds):  # CUDA refuses a copy that crosses two registrations
         pool.buffer.view(-1)[start:stop].copy_(mirror.view(-1)[start:stop])
+    return mirror
+
+
+def fill_alike(pool: HostPool, device: torch.device) -> torch.Tensor:
+    """The same random bytes in every layer of the pool; those of one layer on ``device``."""
+    mirror = _random(pool.buffer[0], device)
+    size = mirror.numel()
+    for layer in range(pool.buffer.shape[0]):
+        inside = [bound - layer * size for bound in pool.bounds if 0 < bound - layer * size < size]
+        for start, stop in pairwise([0, *inside, size]):
+            pool.buffer[layer].view(-1)[start:stop].copy_(mirror.view(-1)[start:stop])
+    return mirror
+
+
+def _random(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device=device).manual_seed(0)
+    mirror = torch.empty(like.shape, dtype=torch.uint8, device=device)
+    for chunk in mirror.view(-1).view(torch.int64).split(1 << 27):
+        chunk.random_(generator=generator)
     return mirror

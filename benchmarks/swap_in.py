@@ -23,7 +23,7 @@ MEMCPY_BYTES = 256 << 20
 
 
 class Pools:
-    """The host pool that the cells at hand share: built on demand, one at a time."""
+    """The host pool that the cells at hand share, with equal layers: built on demand, one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,12 +34,12 @@ class Pools:
         self.memcpy_gbps = 0.0
         self.refused: dict[object, str] = {}
 
-    def get(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool's only layer, and its bytes on the device."""
+    def get(self, cell: Cell) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The pool's layers, and the bytes of each on the device."""
         if self.pool is None or self.key != cell.pool:
             self.close()
-            layout = memory.layout_of(cell.parts)
-            num_pages = memory.pages_in(layout, cell.pool_gib)
+            layout = memory.layout_of(cell.parts, cell.layers)
+            num_pages = memory.pages_in(layout, cell.pool_gib * cell.layers)
             if cell.pool in self.refused:
                 raise ValueError(self.refused[cell.pool])
             try:
@@ -48,7 +48,7 @@ class Pools:
                 self.refused[cell.pool] = str(error)
                 raise
             self.gib_per_second = self.pool.num_bytes / 2**30 / seconds
-            self.mirror = memory.fill_random(self.pool, self.device)[0]
+            self.mirror = memory.fill_alike(self.pool, self.device)
             self.key = cell.pool
             self.memcpy_gbps = self._memcpy()
             print(
@@ -56,7 +56,7 @@ class Pools:
                 f"memcpy {self.memcpy_gbps:.1f} GB/s",
                 flush=True,
             )
-        return self.pool.buffer[0], self.mirror
+        return list(self.pool.buffer), self.mirror
 
     def _memcpy(self) -> float:
         assert self.pool is not None
@@ -85,13 +85,13 @@ def time_cell(work: Workload, start: HotState, plans: list[CopyPlan]) -> dict[st
             gate.run_resolve(work, step)
 
     def copy() -> None:
-        for stored in plans:
-            gate.run_gather(work, stored)
+        for step, stored in zip(steps, plans, strict=True):
+            gate.run_gather(work, stored, step)
 
     def whole() -> None:
         for step in steps:
             gate.run_resolve(work, step)
-            gate.run_gather(work, work.plan)
+            gate.run_gather(work, work.plan, step)
 
     bodies = {"plan": plan} if work.cell.resident else {"plan": plan, "copy": copy, "whole": whole}
     times = {}
@@ -116,8 +116,8 @@ def footprint(work: Workload) -> dict[str, float]:
 
 def run_cell(cell: Cell, pools: Pools, peer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Check and time one case; the values of its JSON line."""
-    host, mirror = pools.get(cell)
-    work = workload.build(cell, host, mirror, arguments.steps)
+    hosts, mirror = pools.get(cell)
+    work = workload.build(cell, hosts, mirror, arguments.steps)
     start, plans = gate.check_gate(work, arguments.checked)
     times = time_cell(work, start, plans)
     values: dict[str, Any] = vars(cell) | {

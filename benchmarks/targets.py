@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 def targets(line: dict[str, Any]) -> Iterator[Target]:
     """The targets that a case has. Those of the whole swap-in hold for 656-byte rows, a 4 GiB pool with
-    scattered pages and one query row."""
+    scattered pages, one layer and one query row."""
     cell, plan = line["cell"], line["plan_us"]["p50"]
     if line["resident"]:
         yield Target(cell, "plan, us", plan, RESIDENT_US)
@@ -45,6 +45,7 @@ def targets(line: dict[str, Any]) -> Iterator[Target]:
     if line["batch"] == 64 and line["misses"] in (190, 930):
         yield Target(cell, "copy of memcpy", line["copy_of_memcpy"], COPY_OF_MEMCPY, least=True)
     plain = line["parts"] == [656] and line["pool_gib"] == 4 and line["query_rows"] == 1
+    plain &= line.get("layers", 1) == 1  # the results before them had one
     if plain and line["placement"] == "scattered" and (line["batch"], line["misses"]) in WHOLE_US:
         yield Target(cell, "whole, us", whole, WHOLE_US[line["batch"], line["misses"]])
     for block, peer in line.get("sglang", {}).items():

@@ -79,12 +79,12 @@ def select_positions(rng: np.random.Generator, cell: Cell, steps: int) -> np.nda
 @dataclass
 class Workload:
     """One case on a device. ``positions`` int32 [steps + 1, batch * query_rows, top_k]: entry 0 warms the hot
-    region up. ``host`` and ``device`` are one layer's pools; ``mirror`` holds the bytes of ``host`` where the
-    device can index them."""
+    region up. ``hosts`` are the layers that steps read in turn, ``device`` takes the rows of all; ``mirror``
+    holds the bytes of each layer where the device can index them."""
 
     cell: Cell
     row: RowFormat
-    host: torch.Tensor
+    hosts: list[torch.Tensor]
     mirror: torch.Tensor
     device: torch.Tensor
     tables: Tables
@@ -104,7 +104,7 @@ class Workload:
 
     @property
     def num_slots(self) -> int:
-        return self.host.shape[0] * self.row.page_size
+        return self.mirror.shape[0] * self.row.page_size
 
     def slots(self, step: int) -> torch.Tensor:
         """Host slots int64 [batch * query_rows, top_k] of a step's positions."""
@@ -131,13 +131,17 @@ class Workload:
 
 
 def build(
-    cell: Cell, host: torch.Tensor, mirror: torch.Tensor, steps: int = STEPS, backend: str | None = None
+    cell: Cell,
+    hosts: list[torch.Tensor],
+    mirror: torch.Tensor,
+    steps: int = STEPS,
+    backend: str | None = None,
 ) -> Workload:
     """Tables, selections and an empty hot region for a case, on the device of ``mirror``.
 
     Args:
-        host: uint8 [pages, page_bytes], one layer of a host pool.
-        mirror: the same bytes on the device.
+        hosts: uint8 [pages, page_bytes] each, layers of a host pool that hold the same bytes.
+        mirror: these bytes on the device.
     """
     where = mirror.device
     row = row_format(cell.parts)
@@ -145,8 +149,8 @@ def build(
     requests = max(MAX_REQUESTS, cell.batch) if where.type == "cuda" else cell.batch + 1
     hot_pages, context_pages = cell.hot_rows // PAGE_SIZE, cell.context // PAGE_SIZE
     owners = rng.permutation(requests)[: cell.batch].astype(np.int32)
-    tables = Tables.empty(requests, context_pages, host.shape[0], requests, hot_pages, where)
-    placed = torch.from_numpy(place_pages(rng, cell, host.shape[0], row.page_bytes)).to(where)
+    tables = Tables.empty(requests, context_pages, mirror.shape[0], requests, hot_pages, where)
+    placed = torch.from_numpy(place_pages(rng, cell, mirror.shape[0], row.page_bytes)).to(where)
     request_rows = torch.from_numpy(owners).to(where)
     tables.page_table[request_rows.long()] = placed
     regions = 1 + rng.permutation(requests * hot_pages).reshape(requests, hot_pages)
@@ -162,7 +166,7 @@ def build(
     return Workload(
         cell=cell,
         row=row,
-        host=host,
+        hosts=hosts,
         mirror=mirror,
         device=device,
         tables=tables,

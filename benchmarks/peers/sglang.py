@@ -178,7 +178,7 @@ class State:
         self.count = torch.tensor([cell.batch], dtype=torch.int32, device=where)
         self.device = torch.full_like(work.device, 0xFF)
         shape = (-1, 1, cell.row_bytes)
-        self.host_rows = work.host if two_parts else work.host.view(shape)
+        self.host_rows = work.hosts if two_parts else [host.view(shape) for host in work.hosts]
         self.device_rows = self.device if two_parts else self.device.view(shape)
         self.start = (self.tokens.clone(), self.lru.clone())
 
@@ -190,7 +190,7 @@ class State:
             device_buffer_tokens=self.tokens,
             host_cache_locs=self.host_locs,
             device_buffer_locs=self.device_locs,
-            host_cache=self.host_rows,
+            host_cache=self.host_rows[step % len(self.host_rows)],
             device_buffer=self.device_rows,
             top_k_device_locs=self.out_rows,
             req_pool_indices=self.owners,
