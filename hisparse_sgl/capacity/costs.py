@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hisparse_sgl.capacity.inputs import Workload
-from hisparse_sgl.capacity.model import PAGE_ROWS, ModelShape
+from hisparse_sgl.capacity.model import COMPRESSOR, PAGE_ROWS, WINDOW, ModelShape
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, MAX_HOT_ROWS
 
 HOT_ROW_STATE_BYTES = 6  # key int32, order int16
@@ -27,13 +27,16 @@ class Costs:
     region_row_bytes: int  # hot state of one region beside its hints, all index groups
     hint_page_bytes: int  # hints for one page of a context, all index groups
     step_state_bytes: int  # plan and answer of one request, all index groups
-    window_bytes: int
+    window_bytes: int  # of one request: pages of its sliding windows
+    compressor_bytes: int  # of one request: keys and gates of windows that are not compressed yet
     context_pages: int
     step_row_bytes: int  # rows that one request selects in one step, all layers
 
     @classmethod
     def of(cls, model: ModelShape, workload: Workload) -> Costs:
-        group = model.cache_group(workload.kv_dtype)
+        layout = model.layout(workload.kv_dtype)
+        group = layout.host_group
+        states = {state.name: state.bytes_per_request for state in layout.states}
         page = group.bytes_per_page()
         selected = workload.query_rows * model.top_k
         hot_rows = _hot_rows(workload.hot_rows, selected)
@@ -44,14 +47,15 @@ class Costs:
             page_tokens=model.page_tokens,
             page_rows_bytes=page.rows,
             page_index_bytes=page.index_rows,
-            page_other_bytes=model.c128_page_bytes() + draft,
+            page_other_bytes=layout.device_page_bytes() - page.index_rows + draft,
             hot_rows=hot_rows,
             hot_pages=hot_pages,
             hot_region_bytes=hot_pages * page.rows,
             region_row_bytes=groups * HOT_ROW_STATE_BYTES * hot_rows,
             hint_page_bytes=groups * POSITION_STATE_BYTES * PAGE_ROWS,
             step_state_bytes=groups * SELECTED_ROW_STATE_BYTES * selected,
-            window_bytes=model.window_bytes(),
+            window_bytes=states.get(WINDOW, 0),
+            compressor_bytes=states.get(COMPRESSOR, 0),
             context_pages=-(-workload.context // model.page_tokens),
             step_row_bytes=selected * group.num_layers * group.row.row_bytes,
         )
@@ -60,6 +64,11 @@ class Costs:
     def page_device_bytes(self) -> int:
         """Device bytes that one host page costs."""
         return self.page_index_bytes + self.page_other_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes that a request keeps besides its pages."""
+        return self.window_bytes + self.compressor_bytes
 
     def hot_state_bytes(self, context_pages: int) -> int:
         """Hot state of one region, for contexts of that length."""
@@ -72,7 +81,7 @@ class Costs:
     def state_bytes(self, requests: int, device_pages: int, context_pages: int) -> int:
         """Device bytes of what is kept for each region and each request, besides pages."""
         regions = self.hot_regions(requests, device_pages) * self.hot_state_bytes(context_pages)
-        return regions + requests * (self.step_state_bytes + self.window_bytes)
+        return regions + requests * (self.step_state_bytes + self.kept_bytes)
 
     def small_pages(self, context_pages: int) -> int:
         """Device pages of a request that reads through its hot region; a short one stays resident instead."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hisparse_sgl.kernels.rows import RowFormat
-from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup
+from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout, StateGroup
 
 PAGE_ROWS = 64
 KV_DTYPES = ("fp8", "bf16")
@@ -14,6 +14,14 @@ SCALE_BYTES = 4
 BF16_BYTES = 2
 V4_ROW_PARTS = (576, 8)
 V4_PAGE_ALIGN = 576
+V4_HEAD_DIM = 512
+V4_C128 = 128
+# SGLang 0.5.23 keeps float32 keys and gates of a compressor: eight rows of both series for each page of a
+# sliding window (C4 and its indexer), 128 rows of one series for each request (C128). Source:
+# deepseek_v4_compress_state.py
+STATE_BYTES = 4
+C4_STATE_ROWS = 8
+WINDOW, COMPRESSOR = "sliding window", "compressor state"
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of one parameter. fp4 has a one-byte scale for 16 weights; the scales of fp8 are too few to count."""
@@ -25,8 +33,8 @@ class ModelShape:
 
     ``num_layers`` counts the layers whose rows lie on the host: all of a DSA model, the C4 layers of DeepSeek
     V4. ``tokens_per_row`` tokens share a row there (4 for C4). ``c128_layers`` and the sliding window of
-    ``window_layers`` layers exist in V4 only and stay on the device. ``parameters`` is None where the config
-    does not tell it, ``weights_dtype`` likewise.
+    ``window_layers`` layers exist in V4 only and stay on the device; ``layout`` has all of them by group.
+    ``parameters`` is None where the config does not tell it, ``weights_dtype`` likewise.
     """
 
     name: str
@@ -76,22 +84,30 @@ class ModelShape:
     def cache_group(self, kv_dtype: str) -> CacheGroup:
         """The host-backed cache group, as the pool itself lays it out."""
         row = RowFormat.make(self.row_parts(kv_dtype), PAGE_ROWS, V4_PAGE_ALIGN if self.is_v4 else 1)
+        name = "c4" if self.is_v4 else "kv"
         return CacheGroup(
-            "kv", self.num_layers, row, self.index_groups, self.index_row_bytes, self.tokens_per_row
+            name, self.num_layers, row, self.index_groups, self.index_row_bytes, self.tokens_per_row
         )
 
-    def c128_page_bytes(self) -> int:
-        """Device bytes of the C128 rows of one page of tokens: two rows a layer, padded."""
-        used = self.page_tokens // 128 * sum(V4_ROW_PARTS)
-        return self.c128_layers * -(-used // V4_PAGE_ALIGN) * V4_PAGE_ALIGN
+    def layout(self, kv_dtype: str) -> KVLayout:
+        """All groups: the host-backed one and, of V4, what lies beside it on the device."""
+        groups = [self.cache_group(kv_dtype)]
+        if self.c128_layers:
+            row = RowFormat.make(V4_ROW_PARTS, self.page_tokens // V4_C128, V4_PAGE_ALIGN)
+            groups.append(CacheGroup("c128", self.c128_layers, row, (), 0, V4_C128, host_backed=False))
+        return KVLayout(tuple(groups), self.page_tokens, self._states() if self.is_v4 else ())
 
-    def window_bytes(self) -> int:
-        """Device bytes of one request's sliding window: the pages it can touch, all layers."""
-        if not self.window:
-            return 0
-        pages = -(-self.window // self.page_tokens) + 1
-        used = self.page_tokens * sum(V4_ROW_PARTS)
-        return self.window_layers * pages * -(-used // V4_PAGE_ALIGN) * V4_PAGE_ALIGN
+    def _states(self) -> tuple[StateGroup, ...]:
+        """A request touches one page more than its window has; at a boundary those of the window are enough."""
+        pages = -(-self.window // self.page_tokens)
+        window = self.window_layers * RowFormat.make(V4_ROW_PARTS, self.page_tokens, V4_PAGE_ALIGN).page_bytes
+        series = 2 * STATE_BYTES  # a key and a gate
+        c4 = self.num_layers * C4_STATE_ROWS * 2 * series * (V4_HEAD_DIM + self.index_head_dim)
+        c128 = self.c128_layers * V4_C128 * series * V4_HEAD_DIM
+        return (
+            StateGroup(WINDOW, (pages + 1) * window, pages * window),
+            StateGroup(COMPRESSOR, (pages + 1) * c4 + c128, pages * c4),
+        )
 
     def draft_page_bytes(self, kv_dtype: str) -> int:
         """Device bytes of one page of the draft layer, which keeps a row and an indexer row a token."""

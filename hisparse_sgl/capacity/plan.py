@@ -17,6 +17,7 @@ from hisparse_sgl.capacity.limits import (
 )
 from hisparse_sgl.capacity.model import ModelShape
 from hisparse_sgl.capacity.sglang import SGLangPlan
+from hisparse_sgl.mem_pool.layout import GroupBytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Plan:
     longest_at_concurrency: int
     step_bytes: int
     sglang: SGLangPlan
+
+    @property
+    def groups(self) -> list[GroupBytes]:
+        """What each cache group of the model costs."""
+        return self.model.layout(self.workload.kv_dtype).bytes_by_group()
 
     @property
     def step_ms(self) -> float:

@@ -9,6 +9,7 @@ from hisparse_sgl.capacity.builtin import BUILT_IN
 from hisparse_sgl.capacity.inputs import GB, GIB
 from hisparse_sgl.capacity.limits import NO_LIMIT
 from hisparse_sgl.capacity.plan import Plan
+from hisparse_sgl.mem_pool.layout import GroupBytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,6 +22,7 @@ def figures(plan: Plan) -> dict[str, Any]:
     """Every figure of a plan by section. Sizes are whole bytes, rates and times rounded to 4 digits."""
     return {
         "model": _model(plan),
+        "groups": {group.name: _group(group) for group in plan.groups},
         **_bytes(plan),
         **_pools(plan),
         **_requests(plan),
@@ -51,6 +53,15 @@ def _model(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _group(group: GroupBytes) -> dict[str, Any]:
+    """Where a group lies, what a prefix hit finds of it, and its bytes: of a token, or of a request."""
+    if group.place != "request":
+        sizes = {"bytes_per_token": _round(group.bytes_per_token)}
+    else:
+        sizes = {"bytes_per_request": group.bytes_per_request, "boundary_bytes": group.boundary_bytes}
+    return {"place": group.place, "reuse": group.reuse, **sizes}
+
+
 def _bytes(plan: Plan) -> dict[str, Any]:
     costs, tokens = plan.costs, plan.costs.page_tokens
     return {
@@ -71,6 +82,7 @@ def _bytes(plan: Plan) -> dict[str, Any]:
             "hot_state_bytes": costs.hot_state_bytes(costs.context_pages),
             "step_state_bytes": costs.step_state_bytes,
             "window_bytes": costs.window_bytes,
+            "compressor_bytes": costs.compressor_bytes,
             "index_bytes": costs.context_pages * costs.page_index_bytes,
             "full_residency_bytes": costs.context_pages * costs.page_rows_bytes,
         },
@@ -177,6 +189,7 @@ def _request_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if request["window_bytes"]:
         rows.append(("sliding window", _size(request["window_bytes"])))
+        rows.append(("compressor state", _size(request["compressor_bytes"])))
     return rows
 
 

@@ -44,7 +44,7 @@ class SGLangPlan:
         budget = machine.host_budget(machine.gpus)
         context = costs.context_pages * costs.page_tokens
         hot = (costs.hot_rows + PAGE_ROWS) * model.tokens_per_row
-        available = kv_bytes - requests * costs.window_bytes
+        available = kv_bytes - requests * costs.kept_bytes
         for ratio in range(MIN_RATIO, MAX_RATIO + 1):
             tokens = device_tokens(model, costs, available, ratio)
             pools = pools_at(model, costs, tokens, ratio)

@@ -66,6 +66,19 @@ def test_v4_pages_are_those_of_sglang() -> None:
     assert costs.window_bytes == 43 * 2 * 149_760
 
 
+def test_v4_compressor_states_are_those_of_sglang() -> None:
+    """float32 keys and gates: C4 a ring of 8 for each page of the window, C128 one of 128 for each request."""
+    model = BUILT_IN["deepseek-v4-flash"].shape("deepseek-v4-flash")
+    costs = Costs.of(model, Workload(1024, 1))
+    c4 = 8 * 2 * (1 + 1) * (512 + 128) * 4
+    assert costs.compressor_bytes == 21 * 2 * c4 + 20 * 128 * 2 * 512 * 4
+    assert costs.kept_bytes == costs.window_bytes + costs.compressor_bytes
+    groups = {group.name: group for group in model.layout("fp8").bytes_by_group()}
+    assert list(groups) == ["c4", "c4 indexer", "c128", "sliding window", "compressor state"]
+    assert groups["compressor state"].boundary_bytes == 21 * c4
+    assert [group.reuse for group in groups.values()] == ["pages", "pages", "pages", "state", "state"]
+
+
 def test_drafts_keep_a_dense_layer_on_the_device() -> None:
     model, _ = costs_of(6, "fp8")
     plain, drafts = (Costs.of(model, Workload(4096, 1, query_rows=rows)) for rows in (1, 3))
