@@ -12,9 +12,11 @@ from hisparse_sgl.integrations.sglang.signatures import (
     ALLOCATOR,
     BATCH,
     COORDINATOR,
+    KV_CONFIGURATOR,
     MODEL_RUNNER,
     OBSERVER,
     POOL,
+    POOL_CONFIGURATOR,
     SCHEDULER,
 )
 
@@ -42,6 +44,13 @@ HOOKS = (
     Hook(POOL, "replace", "kv_pool", "KVPool"),
     Hook(ALLOCATOR, "replace", "allocator", "Allocator"),
     Hook(COORDINATOR, "replace", "coordinator", "Coordinator"),
+    Hook(f"{KV_CONFIGURATOR}._should_elide_dsa_index_k", "around", "indexer", "should_elide_dsa_index_k"),
+    Hook(
+        f"{POOL_CONFIGURATOR}.DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+        "around",
+        "indexer",
+        "compute_dsa_indexer_cell_size",
+    ),
     Hook(f"{SCHEDULER}.init_model_worker", "around", "scheduling", "init_model_worker"),
     Hook(f"{SCHEDULER}.get_prefill_adder_class", "around", "scheduling", "get_prefill_adder_class"),
     Hook(f"{SCHEDULER}.get_next_batch_to_run", "around", "scheduling", "get_next_batch_to_run"),

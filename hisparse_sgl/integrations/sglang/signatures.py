@@ -13,6 +13,8 @@ _ALLOC = "self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, 
 POOL = "sglang.srt.mem_cache.hisparse_memory_pool.HiSparseDSATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.hisparse.HiSparseTokenToKVPoolAllocator"
 COORDINATOR = "sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator"
+KV_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+POOL_CONFIGURATOR = "sglang.srt.model_executor.pool_configurator"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -27,6 +29,18 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "declare_resolution": "server_args, source, **fields",
         "model_config_of": "server_args",
         "record_of": "view",
+    },
+    "sglang.srt.configs.model_config": {
+        "dsa_layer_skips_topk": "config, layer_id",
+    },
+    KV_CONFIGURATOR: {
+        "_should_elide_dsa_index_k": "*, is_draft_worker",
+    },
+    POOL_CONFIGURATOR: {
+        "_get_dsa_cache_layer_ids": "kvc, num_layers",
+    },
+    f"{POOL_CONFIGURATOR}.DefaultPoolConfigurator": {
+        "_compute_dsa_indexer_cell_size": "self, *, kvc, num_layers, allocate_all_layers=False",
     },
     SCHEDULER: {
         "get_next_batch_to_run": "self, running_batch, last_batch",
