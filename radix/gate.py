@@ -94,17 +94,17 @@ class PublicationGate:
         return pub.published - before
 
     def keep_state(self, pub: Publication, index: int, state: object) -> None:
-        """Let page `index` of a request carry the state at its end into the tree, or add it to its node.
+        """Let page `index` of a request carry the state at its end into the tree.
 
-        The node of a page keeps the first state that it is given. A closed publication drops it.
+        When the tree knows that prefix, by this request or another, it takes the state at once. A node keeps
+        the first state that it is given. A closed publication drops it.
         """
         if pub.state == "closed":
             return
         if index >= pub.published:
             pub.states[index] = state
-            return
-        node = self.tree.nodes[pub.hashes[index]]
-        if node.state is None:
+        node = self.tree.nodes.get(pub.hashes[index]) if index < len(pub.hashes) else None
+        if node is not None and node.state is None:
             node.state = state
 
     def drop_states(self, pub: Publication, index: int) -> None:

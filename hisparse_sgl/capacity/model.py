@@ -98,7 +98,7 @@ class ModelShape:
         return KVLayout(tuple(groups), self.page_tokens, self._states() if self.is_v4 else ())
 
     def _states(self) -> tuple[StateGroup, ...]:
-        """A request touches one page more than its window has; at a boundary those of the window are enough."""
+        """A request touches one page more than its window has; at a boundary the window alone is enough."""
         pages = -(-self.window // self.page_tokens)
         window = self.window_layers * RowFormat.make(V4_ROW_PARTS, self.page_tokens, V4_PAGE_ALIGN).page_bytes
         series = 2 * STATE_BYTES  # a key and a gate

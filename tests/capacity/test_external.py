@@ -67,7 +67,7 @@ def test_v4_pages_are_those_of_sglang() -> None:
 
 
 def test_v4_compressor_states_are_those_of_sglang() -> None:
-    """float32 keys and gates: C4 a ring of 8 for each page of the window, C128 one of 128 for each request."""
+    """float32 keys and gates: C4 a ring of 8 for each page of the window, C128 128 rows for each request."""
     model = BUILT_IN["deepseek-v4-flash"].shape("deepseek-v4-flash")
     costs = Costs.of(model, Workload(1024, 1))
     c4 = 8 * 2 * (1 + 1) * (512 + 128) * 4

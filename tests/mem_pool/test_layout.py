@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hisparse_sgl.kernels.rows import RowFormat
-from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout
+from hisparse_sgl.mem_pool.layout import CacheGroup, GroupBytes, IndexGroup, KVLayout, StateGroup
 
 GROUPS = (IndexGroup(0, (1, 2)), IndexGroup(3))
 ROW = RowFormat.make((656,), 64)
@@ -33,6 +33,28 @@ def test_bytes_of_a_page_padded_row_of_four_tokens() -> None:
     assert page.parts == (2 * 64 * 576, 2 * 64 * 8) and page.padding == 2 * (37_440 - 37_376)
     assert page.rows == 2 * 37_440 and layout.host_bytes(5) == 5 * 2 * 37_440
     assert c4.bytes_per_token() == 2 * 37_440 / 256
+
+
+def test_bytes_by_group() -> None:
+    c4 = CacheGroup("c4", 2, RowFormat.make((576, 8), 64, align=576), (IndexGroup(0, (1,)),), 132, 4)
+    c128 = CacheGroup(
+        "c128", 3, RowFormat.make((576, 8), 2, align=576), tokens_per_row=128, host_backed=False
+    )
+    states = (StateGroup("window", 1000, 900), StateGroup("partial windows", 70))
+    layout = KVLayout((c4, c128), 256, states)
+    assert layout.bytes_by_group() == [
+        GroupBytes("c4", "host", "pages", 2 * 37_440 / 256),
+        GroupBytes("c4 indexer", "device", "pages", 132 / 4),
+        GroupBytes("c128", "device", "pages", 3 * 1728 / 256),
+        GroupBytes("window", "request", "state", 0.0, 1000, 900),
+        GroupBytes("partial windows", "request", "empty", 0.0, 70, 0),
+    ]
+    assert layout.needs_state and layout.state_bytes == 1070 and layout.device_groups == (c128,)
+    assert layout.device_page_bytes() == 64 * 132 + 3 * 1728
+    assert layout.device_bytes(3, 10) == 3 * 2 * 37_440 + 10 * (64 * 132 + 3 * 1728)
+    assert not KVLayout((c4, c128), 256, states[1:]).needs_state
+    with pytest.raises(ValueError, match="give a layer of c128"):
+        c128.group_of(0)
 
 
 def test_index_groups() -> None:
@@ -66,6 +88,13 @@ def test_equal_layouts_are_equal() -> None:
         (lambda: KVLayout.single(2, (656,), 64, (IndexGroup(1, (0,)),), 1), r"followers \(0,\) of leader 1"),
         (lambda: CacheGroup("kv", 4, ROW, GROUPS, 1, tokens_per_row=3), "tokens_per_row is 3"),
         (lambda: KVLayout((), 64), "exactly 1"),
+        (lambda: CacheGroup("kv", 4, ROW), r"index_groups lacks layers \[0, 1, 2, 3\]"),
+        (lambda: StateGroup("window", 0), "bytes_per_request is 0, the limit is >= 1"),
+        (lambda: StateGroup("window", 8, -1), "boundary_bytes is -1, the limit is >= 0"),
+        (
+            lambda: KVLayout((CacheGroup("kv", 4, ROW, GROUPS, 1),), 64, (StateGroup("kv", 8),)),
+            "one group a name",
+        ),
         (lambda: KVLayout((CacheGroup("kv", 4, ROW, GROUPS, 1, host_backed=False),), 64), "exactly 1"),
         (lambda: KVLayout((CacheGroup("kv", 4, ROW, GROUPS, 1),) * 2, 64), "one group a name"),
         (lambda: KVLayout((CacheGroup("kv", 4, ROW, GROUPS, 1),), 32), "page_size is 64 tokens in group kv"),

@@ -263,3 +263,49 @@ def test_open_wants_the_matched_pages_first(house: House) -> None:
     house.gate.advance(pub, 3)
     with pytest.raises(AssertionError, match="do not begin with the 3 matched"):
         house.gate.open("x", [], pub.hasher, house.tree.match(pub.hashes))
+
+
+def test_states_enter_the_tree_with_their_pages(house: House) -> None:
+    house.durable |= {11, 12, 13}
+    pub = house.open(TOKENS, [11, 12, 13])
+    house.gate.keep_state(pub, 1, "behind two pages")
+    house.gate.keep_state(pub, 2, "behind three")
+    house.gate.drop_states(pub, 2)
+    house.gate.advance(pub, 3)
+    house.gate.keep_state(pub, 0, "first")
+    house.gate.keep_state(pub, 0, "second")
+    house.gate.check_integrity()
+    assert [node.state for node in house.tree.nodes.values()] == ["first", "behind two pages", None]
+    hashes = pub.hashes
+    for count, pages in ((3, [11, 12]), (2, [11, 12]), (1, [11])):
+        assert house.tree.resumable(house.tree.peek(hashes[:count])).pages == pages
+    assert house.tree.resumable(house.tree.peek([])).node is house.tree.root
+
+
+def test_a_detached_publication_keeps_the_states_of_its_pages(house: House) -> None:
+    pub = house.open(TOKENS, [11, 12, 13])
+    for index in range(3):
+        house.gate.keep_state(pub, index, index)
+    assert house.gate.finish(pub, 2, waiting=True)
+    assert pub.states == {0: 0, 1: 1}
+    house.durable |= {11, 12}
+    assert house.gate.advance_detached() == [pub]
+    assert [node.state for node in house.tree.nodes.values()] == [0, 1]
+    assert not pub.states
+
+
+def test_a_closed_publication_takes_no_state(house: House) -> None:
+    pub = house.open(TOKENS, [11, 12, 13])
+    house.gate.keep_state(pub, 0, "lost")
+    house.gate.cancel(pub)
+    house.gate.keep_state(pub, 0, "lost too")
+    assert not pub.states
+
+
+def test_a_state_of_a_published_page_is_damage(house: House) -> None:
+    house.durable.add(11)
+    pub = house.open(TOKENS, [11, 12, 13])
+    house.gate.advance(pub, 1)
+    pub.states[0] = "stale"
+    with pytest.raises(RuntimeError, match="r holds the states of pages"):
+        house.gate.check_integrity()
