@@ -13,6 +13,9 @@ MAX_HOT_ROWS = 32768
 MAX_CONTEXT = 1 << 20
 """Tokens a request: one kernel program scans a bit for each position."""
 
+MIN_HOT_REQUESTS = 8
+"""Hot regions that ``hot_requests_within`` gives in any case."""
+
 KERNELS = ("auto", "triton", "reference", "interpreter")
 EVICTION_POLICIES = ("lru", "lfu")
 
@@ -127,6 +130,14 @@ class Sizes:
             transition_watermark=max(hot_pages, config.device_pages // 10),
             spill_budget=config.max_spill_pages or context_pages,
         )
+
+
+def hot_requests_within(pool_bytes: int, region_bytes: int) -> int:
+    """Regions whose hot state, ``region_bytes`` each, takes 5 % of a device pool of ``pool_bytes``.
+
+    At least ``MIN_HOT_REQUESTS``. For an engine that gives its memory to the pool and leaves little besides.
+    """
+    return max(pool_bytes * 5 // 100 // region_bytes, MIN_HOT_REQUESTS)
 
 
 def _hot_rows(config: HiSparseConfig, page_rows: int) -> int:

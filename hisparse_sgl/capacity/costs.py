@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from hisparse_sgl.capacity.inputs import Workload
 from hisparse_sgl.capacity.model import COMPRESSOR, PAGE_ROWS, WINDOW, ModelShape
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, MAX_HOT_ROWS
+from hisparse_sgl.kernels.sizes import hot_state_bytes
 
-HOT_ROW_STATE_BYTES = 6  # key int32, order int16
-POSITION_STATE_BYTES = 2  # hint int16: the hot row that a position was loaded into
 SELECTED_ROW_STATE_BYTES = 12  # source slot, destination row and answer, int32 each
 
 
@@ -24,8 +23,7 @@ class Costs:
     hot_rows: int
     hot_pages: int
     hot_region_bytes: int
-    region_row_bytes: int  # hot state of one region beside its hints, all index groups
-    hint_page_bytes: int  # hints for one page of a context, all index groups
+    index_groups: int
     step_state_bytes: int  # plan and answer of one request, all index groups
     window_bytes: int  # of one request: pages of its sliding windows
     compressor_bytes: int  # of one request: keys and gates of windows that are not compressed yet
@@ -51,8 +49,7 @@ class Costs:
             hot_rows=hot_rows,
             hot_pages=hot_pages,
             hot_region_bytes=hot_pages * page.rows,
-            region_row_bytes=groups * HOT_ROW_STATE_BYTES * hot_rows,
-            hint_page_bytes=groups * POSITION_STATE_BYTES * PAGE_ROWS,
+            index_groups=groups,
             step_state_bytes=groups * SELECTED_ROW_STATE_BYTES * selected,
             window_bytes=states.get(WINDOW, 0),
             compressor_bytes=states.get(COMPRESSOR, 0),
@@ -72,7 +69,7 @@ class Costs:
 
     def hot_state_bytes(self, context_pages: int) -> int:
         """Hot state of one region, for contexts of that length."""
-        return self.region_row_bytes + self.hint_page_bytes * context_pages
+        return hot_state_bytes(self.hot_rows, context_pages * PAGE_ROWS, self.index_groups)
 
     def hot_regions(self, requests: int, device_pages: int) -> int:
         """Most hot regions at one time: as many as requests, and as fit on the device."""

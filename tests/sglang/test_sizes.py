@@ -1,14 +1,15 @@
-"""What SGLang reports of its memory while the plugin's pools serve: host tokens of the host pool's size."""
+"""The sizes of the plugin's pools: hot regions, and what SGLang reports of host memory."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from drive import Script
-from engine import PAGE
+from engine import CONTEXT, PAGE, Engine, Settings
 from scenarios import HYBRID
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -62,3 +63,35 @@ def test_sglangs_own_size_gives_a_negative_usage(monkeypatch: pytest.MonkeyPatch
         assert stats.full_token_usage == 1 - HOST_TOKENS / DEVICE_TOKENS
     finally:
         drive.engine.close()
+
+
+# Two leaders; key and order of each hot row, a hint for each position. SGLang's rows of requests are some
+# positions longer than the context.
+REGION_BYTES = 2 * (6 * 2 * PAGE + 2 * (CONTEXT + PAGE))
+MANY = replace(HYBRID, tokens=120 * PAGE, max_requests=40)
+
+
+@pytest.mark.parametrize(
+    ("settings", "regions"),
+    [
+        (MANY, 121 * PAGE * 3 * 96 * 5 // 100 // REGION_BYTES),
+        (replace(MANY, tokens=40 * PAGE), 8),
+        (replace(MANY, tokens=12 * PAGE), 12 // 2),
+        (replace(MANY, max_requests=4), 4 + 1),
+        (replace(MANY, hisparse=(("max_hot_requests", 30),)), 30),
+    ],
+    ids=["5 %", "at least 8", "room for 6", "rows of 4 requests and of padding", "as told"],
+)
+def test_hot_regions(settings: Settings, regions: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hisparse_sgl"):
+        engine = Engine(settings, seed=0)
+    try:
+        coordinator: Any = engine.scheduler.hisparse_coordinator
+        assert coordinator.lifecycle.sizes.hot_regions == regions
+        state = sum(tensor.nbytes for tensor in coordinator.runtime.hot)
+        assert state == regions * REGION_BYTES
+        pages = settings.tokens // PAGE
+        assert f"{pages + 1} device pages of 0.02 MiB, {pages * settings.ratio + 1} host pages" in caplog.text
+        assert f"up to {regions} hot regions of 128 rows, {state / 2**20:.1f} MiB of hot state" in caplog.text
+    finally:
+        engine.close()

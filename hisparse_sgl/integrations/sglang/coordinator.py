@@ -12,22 +12,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.managers import hisparse_coordinator as stock
 from sglang.srt.runtime_context import get_memory
 
-from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.config import HiSparseConfig, Sizes, hot_requests_within
 from hisparse_sgl.integrations.sglang import prometheus, targets
 from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
 from hisparse_sgl.integrations.sglang.lifecycle import Lifecycle, ServedRequest
 from hisparse_sgl.integrations.sglang.options import Options
 from hisparse_sgl.integrations.sglang.stats import LaggedCounters
+from hisparse_sgl.kernels.sizes import hot_state_bytes
 from hisparse_sgl.mem_pool.extents import extent_pages
 from hisparse_sgl.mem_pool.host_memory import Progress
 from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters, Metric, snapshot
 from hisparse_sgl.runtime import Runtime
 from hisparse_sgl.transfers import Transfers
@@ -75,19 +78,18 @@ class Coordinator:
         if shared_index_layers is not None and len(shared_index_layers) != pool.layer_num:
             shared_index_layers = None  # as SGLang does: layers counted otherwise than the model's
         layout = pool.layout(shared_index_layers)
-        config = self._config(top_k, device_buffer_size, layout.host_group.row.page_bytes)
-        self.config = config
+        self.config = config = self._config(top_k, device_buffer_size, layout)
+        sizes = Sizes.of(config, pool.page_size)
         self.counters = Counters()
         self.device_pool = BorrowedDevicePool(pool, layout)
         on_gpu = self.device_pool.buffer.is_cuda
-        logger.info("hisparse_sgl: %.1f GiB of host memory", layout.host_bytes(config.host_pages) / 2**30)
+        _log_sizes(config, sizes, layout)
         self.host_pool = HostPool(layout, config.host_pages, on_gpu, on_progress=_log_progress)
         kernels = None if self.options.kernels == "auto" else self.options.kernels
         row = layout.host_group.row
         self.transfers = self.transfer_class(
             self.host_pool, self.device_pool, row, self.counters, kernels, agree=self._agree
         )
-        sizes = Sizes.of(config, pool.page_size)
         self.runtime = Runtime(
             layout, config, sizes, self.host_pool, self.device_pool, kernels, num_plans=NUM_PLANS
         )
@@ -118,11 +120,11 @@ class Coordinator:
         self.decode_slots: list[int] = []
         self.launching: list[tuple[ServedRequest, int]] = []
 
-    def _config(self, top_k: int, device_buffer_size: int, page_bytes: int) -> HiSparseConfig:
+    def _config(self, top_k: int, device_buffer_size: int, layout: KVLayout) -> HiSparseConfig:
         pool, allocator, options = self.mem_pool_device, self.token_to_kv_pool_allocator, self.options
         rows, context = self.req_to_token_pool.req_to_token.shape
         host_pages = allocator.size_full // pool.page_size + 1
-        return HiSparseConfig(
+        config = HiSparseConfig(
             top_k=top_k,
             context_len=min(context, (host_pages - 1) * pool.page_size),
             host_pages=host_pages,
@@ -136,6 +138,10 @@ class Coordinator:
             kernels=options.kernels,
             poison=options.poison,
         )
+        if options.max_hot_requests is not None:
+            return config
+        region = _region_bytes(Sizes.of(config, pool.page_size), layout)
+        return replace(config, max_hot_requests=hot_requests_within(pool.rows.nbytes, region))
 
     # What the scheduler calls in each step.
 
@@ -324,6 +330,26 @@ class Coordinator:
         least = torch.tensor(counts, dtype=torch.int64)
         torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self.tp_group)
         return int(least[0]), int(least[1])
+
+
+def _region_bytes(sizes: Sizes, layout: KVLayout) -> int:
+    """Bytes of the hot state of one region."""
+    context, groups = sizes.context_pages * sizes.page_rows, len(layout.host_group.index_groups)
+    return hot_state_bytes(sizes.hot_rows, context, groups)
+
+
+def _log_sizes(config: HiSparseConfig, sizes: Sizes, layout: KVLayout) -> None:
+    logger.info(
+        "hisparse_sgl: %d device pages of %.2f MiB, %d host pages, %.1f GiB of host memory; up to %d hot "
+        "regions of %d rows, %.1f MiB of hot state",
+        config.device_pages,
+        layout.host_bytes(1) / 2**20,
+        config.host_pages,
+        layout.host_bytes(config.host_pages) / 2**30,
+        sizes.hot_regions,
+        sizes.hot_rows,
+        sizes.hot_regions * _region_bytes(sizes, layout) / 2**20,
+    )
 
 
 def _log_progress(progress: Progress) -> None:

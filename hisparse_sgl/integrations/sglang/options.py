@@ -60,7 +60,8 @@ class Options(BaseModel):
         bool, Field(description="Fill device pages with NaN bytes when they are handed out. For tests.")
     ] = False
     max_hot_requests: Annotated[
-        Count | None, Field(description="Most hot regions; null means as many as fit the device pool.")
+        Count | None,
+        Field(description="Most hot regions; null means those whose state takes 5 % of the device pool."),
     ] = None
 
     @classmethod
