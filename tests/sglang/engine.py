@@ -1,13 +1,12 @@
-"""SGLang's own scheduler on a CPU: its constructor, event loop, pools, tree and worker, without a model and a GPU.
+"""SGLang's own scheduler on a CPU: its constructor, event loop, pools, tree and worker, without a model.
 
-Replaced are the sockets (``Channels``), the model and its forward (``forwards.py``), the streams (``streams.py``) and the
-write of rows, which SGLang has no CPU kernel for.
+Replaced are the sockets (``Channels``), the model and its forward (``forwards.py``), the streams
+(``streams.py``) and the write of rows, for which SGLang has no CPU kernel.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,17 +20,18 @@ from unittest.mock import patch
 
 import torch
 from forwards import Forwards
+from memory import HybridMemory, StockMemory
 from sglang.srt import runtime_context
 from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import PortArgs, ServerArgs
-from memory import HybridMemory, StockMemory
 from streams import Device, StreamContext, StreamTransfers
 
 PAGE = 64
@@ -82,6 +82,8 @@ class Settings:
     policy: str = "fcfs"
     eviction: str = "lru"
     conservativeness: float = 1.0  # lower: more admissions and more retractions
+    retract_every: int = 0  # forwards, whether memory is short or not; 0: never
+    radix: bool = True
     hybrid: bool = False  # HiSparse, with our plugin
     ratio: int = 3  # host pages a device page
     hot_rows: int = 2 * PAGE
@@ -217,6 +219,8 @@ def build_scheduler(settings: Settings, device: Device) -> tuple[CpuScheduler, E
     stack = ExitStack()
     stack.enter_context(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(settings.core))
     stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda *args: (9, 0)))
+    stack.enter_context(patch.object(sglang_scheduler, "TEST_RETRACT", settings.retract_every > 0))
+    stack.enter_context(patch.object(sglang_scheduler, "TEST_RETRACT_INTERVAL", settings.retract_every))
     stack.enter_context(patch.object(MLATokenToKVPool, "_scatter_mla_rows", scatter_rows))
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     Path(folder, "config.json").write_text(json.dumps({**MODEL, "index_topk": settings.top_k}))
@@ -233,6 +237,7 @@ def build_scheduler(settings: Settings, device: Device) -> tuple[CpuScheduler, E
         chunked_prefill_size=settings.chunk,
         disable_overlap_schedule=not settings.overlap,
         enable_priority_scheduling=settings.priorities,
+        disable_radix_cache=not settings.radix,
         schedule_policy=settings.policy,
         radix_eviction_policy=settings.eviction,
         schedule_conservativeness=settings.conservativeness,
@@ -259,8 +264,12 @@ def use_streams(scheduler: Any, device: Device) -> None:
     scheduler.copy_stream = device.copy
     scheduler.forward_stream_ctx = StreamContext(device, device.forward)
     scheduler.copy_stream_ctx = StreamContext(device, device.copy)
-    if scheduler.hisparse_coordinator is not None:
-        scheduler.hisparse_coordinator.transfers.behind = [device.forward]
+    coordinator = scheduler.hisparse_coordinator
+    if coordinator is not None:
+        coordinator.transfers.behind = [device.forward]
+        # Poison is a write like any other: behind the forward that may still read the page.
+        poison = coordinator.device_pool.poison_pages
+        coordinator.lifecycle.pages.on_lease = lambda pages: device.forward.put(lambda: poison(pages))
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """A model that is only its KV cache: each forward writes rows, reads rows and compares every byte.
 
-A forward is checked and its tokens are sampled when it is launched; its reads and writes are put on the forward
-stream, a piece a layer. What it reads from tables of the scheduler it reads at the launch: SGLang lets the
-scheduler go on as soon as those reads are over.
+A forward is checked and its tokens are sampled when it is launched; its reads and writes are put on the
+forward stream, a piece a layer. What it reads from tables of the scheduler it reads at the launch: SGLang
+lets the scheduler go on as soon as those reads are over.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -37,15 +38,29 @@ class Memory(Protocol):
         ...
 
 
-@dataclass
-class Decode:
-    """The inputs of the sparse attention of one decode step; the rows behind ``num_real`` are padding."""
+@dataclass(kw_only=True)
+class Step:
+    """One forward, as it was when it was launched."""
+
+    rids: list[str]
+    slots: list[torch.Tensor]  # of each request: int64 [its tokens]
+    numbers: list[np.ndarray]  # and what is written there
+    starts: list[int]  # the first position that is new
+    written: torch.Tensor  # int64 [new positions]: the slots of all requests' new positions
+    fresh: np.ndarray  # int64 [new positions]: what goes there
+
+
+@dataclass(kw_only=True)
+class Decode(Step):
+    """A decode step; the rows behind those of the requests are padding."""
 
     request_rows: torch.Tensor  # int64 [batch]
     seq_lens: torch.Tensor  # int64 [batch]
-    slots: list[torch.Tensor]  # of each real request: int64 [its tokens]
-    positions: torch.Tensor  # int32 [batch, top_k]
-    num_real: int
+    positions: torch.Tensor  # int32 [batch, top_k], of the index group that is running
+
+    @property
+    def num_real(self) -> int:
+        return len(self.rids)
 
 
 class Forwards:
@@ -61,48 +76,28 @@ class Forwards:
         self.leaders = leaders
         self.texts: dict[str, Text] = {}
         self.cached: dict[str, int] = {}  # tokens that the first prefill of a request did not compute
-        self.focus: dict[str, list[int]] = {}
         allocator = runner.token_to_kv_pool_allocator
         num_slots = getattr(allocator, "size_full", allocator.size) + allocator.page_size
         self.owner = np.full(num_slots, NOBODY, dtype=np.int64)
         self.seen: Counter[str] = Counter()
 
     def launch(self, batch: Any) -> None:
+        """Check what SGLang asks for, and put the forward on its stream."""
         if batch.forward_mode.is_idle():
             self.seen["idle batches"] += 1
             return
-        decode = batch.forward_mode.is_decode()
-        lens = batch.seq_lens_cpu.tolist()
-        starts = [n - 1 for n in lens] if decode else list(batch.extend_prefix_lens_cpu)
-        texts = [self.texts[rid] for rid in batch.rids]
-        request_rows = batch.req_pool_indices.tolist()
-        table = self.runner.req_to_token_pool.req_to_token
-        slots = [table[row, :n].long() for row, n in zip(request_rows, lens, strict=True)]
-        numbers = [text.slice(0, n) for text, n in zip(texts, lens, strict=True)]
-        new = list(zip(texts, starts, lens, strict=True))
-        expected = [text.tokens[start:end] for text, start, end in new]
-        if batch.input_ids.tolist() != sum(expected, []):
-            raise AssertionError(f"forward of {batch.rids} over {batch.input_ids.tolist()}, not {expected}")
-        written = torch.cat([s[start:] for s, start in zip(slots, starts, strict=True)])
-        if not torch.equal(written, batch.out_cache_loc.long()):
-            raise AssertionError(
-                f"{batch.rids} write {batch.out_cache_loc.tolist()}, their table says {written}"
-            )
-        self._check_owners(batch.rids, slots, numbers, starts)
-        self.owner[written.numpy()] = np.concatenate([n[s:] for n, s in zip(numbers, starts, strict=True)])
-        for rid, start in zip(batch.rids, starts, strict=True):
-            if not decode:
+        step = self._step(batch)
+        self._check_owners(step)
+        self.owner[step.written.numpy()] = step.fresh
+        if isinstance(step, Decode):
+            self.seen["decode steps"] += 1
+        else:
+            self.seen["prefill steps"] += 1
+            for rid, start in zip(step.rids, step.starts, strict=True):
                 self.cached.setdefault(rid, start)
-        kind = "decode" if decode else "prefill"
-        self.seen[f"{kind} steps"] += 1
-        self.seen[f"{kind} rows written"] += len(written)
-        fresh = np.concatenate([n[s:] for n, s in zip(numbers, starts, strict=True)])
-        step = self._decode(batch, slots) if decode else None
         for layer in range(len(self.leaders)):
-            self.device.forward.put(
-                lambda layer=layer: self._layer(layer, written, fresh, slots, numbers, step)
-            )
-        if self.device.current is not self.device.forward:
+            self.device.forward.put(partial(self._layer, step, layer))
+        if self.device.current is not self.device.forward:  # no overlap: what comes next reads the results
             self.device.forward.synchronize()
 
     def sample(self, batch: Any) -> torch.Tensor:
@@ -114,34 +109,68 @@ class Forwards:
         buffer = self.pool.kv_buffer[layer]
         return buffer.view(buffer.shape[0], -1).view(torch.int64)
 
-    def _layer(
-        self,
-        layer: int,
-        written: torch.Tensor,
-        fresh: np.ndarray,
-        slots: list[torch.Tensor],
-        numbers: list[np.ndarray],
-        step: Decode | None,
-    ) -> None:
-        self._write(layer, written, fresh)
-        if step is None:
-            found = self.memory.prefill_rows(torch.cat(slots))
-            self._compare(f"prefill, layer {layer}", layer, found, np.concatenate(numbers))
-            self.seen["prefill rows read"] += len(found)
+    def _step(self, batch: Any) -> Step:
+        decode = batch.forward_mode.is_decode()
+        lens = batch.seq_lens_cpu.tolist()
+        starts = [n - 1 for n in lens] if decode else list(batch.extend_prefix_lens_cpu)
+        spans = list(zip([self.texts[rid] for rid in batch.rids], starts, lens, strict=True))
+        numbers = [text.slice(0, end) for text, _, end in spans]
+        tokens = [token for text, start, end in spans for token in text.tokens[start:end]]
+        if batch.input_ids.tolist() != tokens:
+            raise AssertionError(f"forward of {batch.rids} over {batch.input_ids.tolist()}, not {tokens}")
+        table = self.runner.req_to_token_pool.req_to_token
+        rows_of = zip(batch.req_pool_indices.tolist(), lens, strict=True)
+        slots = [table[row, :end].long() for row, end in rows_of]
+        written = torch.cat([held[start:] for held, start in zip(slots, starts, strict=True)])
+        if not torch.equal(written, batch.out_cache_loc.long()):
+            raise AssertionError(f"{batch.rids} write {batch.out_cache_loc}, their table says {written}")
+        fresh = np.concatenate([n[start:] for n, start in zip(numbers, starts, strict=True)])
+        step = Step(
+            rids=batch.rids, slots=slots, numbers=numbers, starts=starts, written=written, fresh=fresh
+        )
+        return self._padded(batch, step) if decode else step
+
+    def _padded(self, batch: Any, step: Step) -> Decode:
+        most = self.runner.req_to_token_pool.size - len(step.rids)  # a graph is captured for no more
+        padding = min(most, self.rng.choice((0, 0, 1, 3)))
+        # A captured step keeps the rows of the batch before it behind its own.
+        stale = torch.tensor([self.rng.randint(0, most) for _ in range(padding)], dtype=torch.int64)
+        self.seen["padded rows"] += padding
+        return Decode(
+            **vars(step),
+            request_rows=torch.cat([batch.req_pool_indices.long(), stale]),
+            seq_lens=torch.cat([batch.seq_lens.long(), torch.ones(padding, dtype=torch.int64)]),
+            positions=torch.empty(0),
+        )
+
+    def _check_owners(self, step: Step) -> None:
+        for rid, held, wanted, start in zip(step.rids, step.slots, step.numbers, step.starts, strict=True):
+            wrong = self.owner[held[:start].numpy()] != wanted[:start]
+            if wrong.any():
+                at = int(wrong.nonzero()[0][0])
+                raise WrongRow(f"{rid}: slot {int(held[at])} of position {at} is the row of another text")
+
+    def _layer(self, step: Step, layer: int) -> None:
+        self._write(layer, step.written, step.fresh)
+        if isinstance(step, Decode):
+            self._decode(step, layer)
             return
+        found = self.memory.prefill_rows(torch.cat(step.slots))
+        self._compare(f"prefill, layer {layer}", layer, found, np.concatenate(step.numbers))
+        self.seen["prefill rows read"] += len(found)
+
+    def _decode(self, step: Decode, layer: int) -> None:
         if self.leaders[layer]:
             step.positions = self._positions(step)
-        found = self.memory.decode_rows(step, layer)
-        wanted = step.positions[: step.num_real].numpy()
+        found = self.memory.decode_rows(step, layer).numpy()
         if (found[step.num_real :] != -1).any():
             raise WrongRow(f"padding reads rows {found[step.num_real :].tolist()}")
-        rows_found = found[: step.num_real].numpy()
-        if ((rows_found < 0) != (wanted < 0)).any():
-            at = tuple(np.argwhere((rows_found < 0) != (wanted < 0))[0])
-            raise WrongRow(f"decode, layer {layer}: position {wanted[at]} comes out as row {rows_found[at]}")
-        picked = np.concatenate([n[w[w >= 0]] for n, w in zip(numbers, wanted, strict=True)])
-        real = torch.from_numpy(rows_found[wanted >= 0])
-        self._compare(f"decode, layer {layer}", layer, real, picked)
+        found, wanted = found[: step.num_real], step.positions[: step.num_real].numpy()
+        if ((found < 0) != (wanted < 0)).any():
+            at = tuple(np.argwhere((found < 0) != (wanted < 0))[0])
+            raise WrongRow(f"decode, layer {layer}: position {wanted[at]} comes out as row {found[at]}")
+        picked = np.concatenate([n[w[w >= 0]] for n, w in zip(step.numbers, wanted, strict=True)])
+        self._compare(f"decode, layer {layer}", layer, torch.from_numpy(found[wanted >= 0]), picked)
         self.seen["decode rows read"] += len(picked)
 
     def _write(self, layer: int, slots: torch.Tensor, numbers: np.ndarray) -> None:
@@ -160,28 +189,8 @@ class Forwards:
         expected = rows(numbers, layer, memory.shape[1])
         if not np.array_equal(data, expected):
             at = int((data != expected).any(-1).nonzero()[0][0])
-            raise WrongRow(
-                f"{what}, entry {at}: device row {int(found[at])} holds {data[at, :2]}, not {expected[at, :2]}"
-            )
-
-    def _check_owners(
-        self, rids: list[str], slots: list[torch.Tensor], numbers: list[np.ndarray], starts: list[int]
-    ) -> None:
-        for rid, held, wanted, start in zip(rids, slots, numbers, starts, strict=True):
-            wrong = self.owner[held[:start].numpy()] != wanted[:start]
-            if wrong.any():
-                at = int(wrong.nonzero()[0][0])
-                raise WrongRow(f"{rid}: slot {int(held[at])} of position {at} is the row of another text")
-
-    def _decode(self, batch: Any, slots: list[torch.Tensor]) -> Decode:
-        most = self.runner.req_to_token_pool.size - len(slots)  # a graph is captured for no more
-        padding = min(most, self.rng.choice((0, 0, 1, 3)))
-        request_rows = torch.cat([batch.req_pool_indices.long(), torch.zeros(padding, dtype=torch.int64)])
-        seq_lens = torch.cat([batch.seq_lens.long(), torch.ones(padding, dtype=torch.int64)])
-        step = Decode(request_rows, seq_lens, slots, torch.empty(0), len(slots))
-        self.seen["padded rows"] += padding
-        self.rids = batch.rids
-        return step
+            row, first, wanted = int(found[at]), data[at, :2], expected[at, :2]
+            raise WrongRow(f"{what}, entry {at}: device row {row} holds {first}, not {wanted}")
 
     def _positions(self, step: Decode) -> torch.Tensor:
         """The newest positions, some that the request asked for before, and some at random."""
@@ -202,5 +211,5 @@ class Forwards:
                         picked.append(other)
             self.rng.shuffle(picked)
             positions[i, : len(picked)] = torch.tensor(picked, dtype=torch.int32)
-        positions[step.num_real :] = self.rng.choice((-1, 0))
+        positions[step.num_real :] = self.rng.choice((-1, 0, 70))
         return positions

@@ -1,8 +1,8 @@
 """Streams, events and copies of a GPU that does not exist: work runs in order on each stream, and late.
 
-Work that is put on a stream runs when time passes, when other work depends on it, or when the CPU waits for it.
-Whatever the CPU does itself in the name of a stream happens at once: as early as a GPU could do it, behind the
-work that the stream has already.
+Work that is put on a stream runs when time passes, when other work depends on it, or when the CPU waits for
+it. Whatever the CPU does itself in the name of a stream happens at once: as early as a GPU could do it,
+behind the work that the stream has already.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Event:
 
 
 class Device:
-    """Stands in for ``torch.cuda`` in the scheduler. ``transfers`` are the copies that move while time passes."""
+    """Stands in for ``torch.cuda`` in the scheduler; ``transfers`` move while time passes."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -159,8 +159,8 @@ class StreamContext:
 class StreamTransfers(LateTransfers):
     """Late copies that run behind the streams they were told to wait for.
 
-    ``rate`` is how likely copies of a direction move when time passes, ``failure_rate`` how likely one to the host
-    fails then and leaves garbage.
+    ``rate`` is how likely copies of a direction move when time passes, ``failure_rate`` how likely one to the
+    host fails then and leaves garbage.
     """
 
     streams: Device
@@ -179,6 +179,10 @@ class StreamTransfers(LateTransfers):
     def join_restores(self) -> None:
         self.run("to_device", len(self.queues["to_device"]))
 
+    def run_after(self, stream: Stream) -> Marks:
+        """What a copy that starts now waits for, of a stream that it runs behind."""
+        return stream.marks
+
     def move(self, rng: Random) -> None:
         for direction, queue in self.queues.items():
             if not queue or rng.random() > self.rate:
@@ -192,7 +196,7 @@ class StreamTransfers(LateTransfers):
                 self.land(direction, count)
 
     def _start(self, lane: Lane, copy: Callable[[], None], inputs: tuple[Any, ...] = ()) -> int:
-        marks = merge(self.streams.current.marks, *(stream.marks for stream in self.behind))
+        marks = merge(*map(self.run_after, (self.streams.current, *self.behind)))
 
         def run() -> None:
             reach(marks)

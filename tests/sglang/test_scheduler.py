@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from drive import Drive
-from engine import PAGE, Settings
-from traffic import Load
+from drive import run
+from scenarios import SCENARIOS
 
-PRESSED = Load(arrival=0.25, burst=0.02, abort=0.04, most_live=30, new_tokens=(0, 300))
-ROOMY = Settings(tokens=120 * PAGE)
-TIGHT = Settings(tokens=20 * PAGE, conservativeness=0.1, chunk=2 * PAGE)
+STEPS = 330  # of traffic; a run ends up to 150 steps later
+SEED = 1
+
+STOCK = ("as it is", "as it is, tight", "as it is, preemption")
 
 
-@pytest.mark.parametrize(
-    ("settings", "load", "seed"),
-    [
-        (ROOMY, Load(), 1),
-        (Settings(overlap=False, core="python"), PRESSED, 2),
-        (TIGHT, PRESSED, 3),
-        (Settings(priorities=True, policy="lpm", max_requests=4), PRESSED, 4),
-    ],
-    ids=["roomy", "no overlap, python core", "tight", "priorities"],
-)
-def test_sglang_as_it_is(settings: Settings, load: Load, seed: int) -> None:
-    seen = Drive(settings, load, seed, steps=200).run()
-    assert seen["decode rows read"] and seen["prefill rows read"] and seen["cached tokens"], seen
+def check_work(seen: Counter[str]) -> None:
+    wanted = ("decode rows read", "prefill rows read", "ended by length", "padded rows", "duplicates")
+    assert all(seen[name] for name in wanted), seen
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_sglang_as_it_is(name: str) -> None:
+    check_work(run(name, SEED, 150))
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in STOCK])
+def test_sglang_with_the_plugin(name: str) -> None:
+    seen = run(name, SEED, STEPS)
+    check_work(seen)
+    assert seen["host rows read"] and seen["resident_rows"], seen
+    if name.startswith("tight device"):
+        assert seen["hot_hits"] and seen["pages_restored"] and seen["pages_reused"], seen
+    if name in ("retractions", "outgrown host", "preemption"):
+        assert seen["retractions"], seen
+    if "failing" in name:
+        assert seen["spill_failures"], seen

@@ -1,8 +1,8 @@
 """What requests say: token ids and, for each position, a number that stands for all of the text so far.
 
-The generated part is a function of the prompt, of the tenant key and of a salt (the seed of the sampling), so it is known
-whenever it is asked for. The number of a position does not depend on the salt: equal texts of a tenant are equal
-rows, whoever computed them.
+The generated part is a function of the prompt, of the tenant key and of a salt (the seed of the sampling), so
+it is known whenever it is asked for. The number of a position does not depend on the salt: equal texts of a
+tenant are equal rows, whoever computed them.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from forwards import Forwards
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
@@ -22,6 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from texts import STOP, Text
 
 TENANTS = (None, None, "adapter-1")
+PRIORITIES = (0, 20, 40)  # farther apart than SGLang's threshold for preemption
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Load:
     new_tokens: tuple[int, int] = (0, 120)
     stop_every: int = 70
     longest: int = 900  # tokens of a prompt and its answer
+    too_long: float = 0.01  # how likely a request asks for more than one can have
 
 
 @dataclass(eq=False)
@@ -48,24 +52,27 @@ class Client:
     text: Text
     tenant: str | None
     max_new_tokens: int
-    said: list[int]
+    said: list[int] = field(default_factory=list)
     aborted: bool = False
+    too_long: bool = False
 
 
 class Traffic:
-    """Clients of one engine. ``texts`` is told what each request must say."""
+    """Clients of one engine. ``chunking`` answers which request is between two chunks of its prompt."""
 
-    def __init__(self, rng: Random, load: Load, texts: dict[str, Text], cached: dict[str, int]) -> None:
+    def __init__(self, rng: Random, load: Load, forwards: Forwards, priorities: bool, context: int) -> None:
         self.rng = rng
         self.load = load
-        self.texts = texts
-        self.cached = cached
+        self.forwards = forwards
+        self.priorities = priorities
+        self.context = context
         self.live: dict[str, Client] = {}
         self.finished: list[Client] = []
         self.prefixes = [self._words(self.rng.randint(*load.prefix_tokens)) for _ in range(4)]
         self.num_sent = 0
         self.closed = False
         self.flushing = False
+        self.chunking: Callable[[], str | None] = lambda: None
         self.seen: Counter[str] = Counter()
 
     def inbox(self) -> list[Any]:
@@ -78,8 +85,12 @@ class Traffic:
                 sent += self._ask()
         elif self.rng.random() < load.arrival:
             sent += self._ask()
-        if self.live and self.rng.random() < load.abort:
-            sent.append(self._abort())
+        chunking = self.live.get(self.chunking() or "")
+        if chunking and self.rng.random() < 4 * load.abort:
+            self.seen["aborts between chunks"] += 1
+            sent.append(self._abort(chunking))
+        elif self.live and self.rng.random() < load.abort:
+            sent.append(self._abort(self.rng.choice(list(self.live.values()))))
         if not self.flushing and self.rng.random() < load.flush:
             self.flushing = True
             sent.append(FlushCacheReqInput(timeout_s=1000.0))
@@ -117,17 +128,23 @@ class Traffic:
             return []
         prompt = prompt + self._words(rng.randint(1, min(room - 2, rng.choice((8, load.tail_tokens[1])))))
         most = min(load.longest - len(prompt), rng.randint(*load.new_tokens))
+        if rng.random() < load.too_long:
+            most += self.context
         copies = rng.choice((1, 1, 1, 1, 2, 3))
         self.seen["duplicates"] += copies - 1
-        return [self._send(prompt, tenant, most) for _ in range(copies)]
+        return [self.send(prompt, tenant, most) for _ in range(copies)]
 
-    def _send(self, prompt: list[int], tenant: str | None, most: int) -> TokenizedGenerateReqInput:
+    def send(self, prompt: list[int], tenant: str | None, most: int) -> TokenizedGenerateReqInput:
         rng = self.rng
         self.num_sent += 1
         rid = f"{self.num_sent:06d}"
         text = Text(prompt, tenant, rng.choice((0, rng.randrange(1000))), self.load.stop_every)
-        self.texts[rid] = text
-        self.live[rid] = Client(rid, text, tenant, most, [])
+        client = self.live[rid] = Client(rid, text, tenant, most)
+        if rng.random() < self.load.too_long:
+            prompt = self._words(self.context + 1)
+            client.text = Text([0], tenant, 0, self.load.stop_every)  # what SGLang makes of it
+            client.too_long = True
+        self.forwards.texts[rid] = client.text
         self.seen["requests"] += 1
         params = SamplingParams(max_new_tokens=most, temperature=1.0, stop_token_ids={STOP})
         params.normalize(None)
@@ -145,19 +162,16 @@ class Traffic:
             token_ids_logprob=None,
             stream=rng.random() < 0.5,
             extra_key=tenant,
-            priority=rng.randrange(3) if self.priorities else None,
+            priority=rng.choice(PRIORITIES) if self.priorities else None,
         )
 
-    priorities = False
-
-    def _abort(self) -> AbortReq:
-        if self.rng.random() < 0.03:
-            for client in self.live.values():
-                client.aborted = True
-            return AbortReq(rid="", abort_all=True)
-        client = self.rng.choice(list(self.live.values()))
+    def _abort(self, client: Client) -> AbortReq:
         client.aborted = True
-        return AbortReq(rid=client.rid)
+        if self.rng.random() > 0.03:
+            return AbortReq(rid=client.rid)
+        for other in self.live.values():
+            other.aborted = True
+        return AbortReq(abort_all=True)
 
     def _hear(self, output: BatchTokenIDOutput, i: int) -> None:
         client = self.live[output.rids[i]]
@@ -165,7 +179,7 @@ class Traffic:
         start = client.text.num_prompt
         client.text.grow(start + len(client.said))
         expected = client.text.tokens[start : start + len(client.said)]
-        assert client.said == expected, f"{client.rid} says {client.said}, not {expected}"
+        assert client.too_long or client.said == expected, f"{client.rid} says {client.said}, not {expected}"
         reason = output.finished_reasons[i]
         if reason is None:
             return
@@ -173,16 +187,18 @@ class Traffic:
         kind = reason["type"]
         self.seen[f"ended by {kind}"] += 1
         if kind == "abort":
-            assert client.aborted, f"{client.rid} was aborted and nobody asked for it: {reason}"
+            expected = client.aborted or client.too_long
+            assert expected, f"{client.rid} was aborted and nobody asked for it: {reason}"
             return
-        stop = kind == "stop"
-        full = client.said[-1:] == [STOP] if stop else len(client.said) == client.max_new_tokens
-        assert full, f"{client.rid} ended by {reason} after {client.said}"
+        most = client.max_new_tokens
+        if kind == "stop":
+            whole = client.said[-1:] == [STOP]
+        else:
+            whole = len(client.said) == reason["length"] and (len(client.said) == most or most > self.context)
+        assert whole, f"{client.rid} ended by {reason} after {client.said}"
         if not output.retraction_counts[i]:
-            cached = output.cached_tokens[i]
-            assert cached == self.cached[client.rid], (
-                f"{client.rid} reports {cached} cached tokens, its first prefill began at {self.cached[client.rid]}"
-            )
+            cached, first = output.cached_tokens[i], self.forwards.cached[client.rid]
+            assert cached == first, f"{client.rid} reports {cached} cached tokens, prefill began at {first}"
             self.seen["cached tokens"] += cached
             self.seen["prompt tokens"] += start
         else:

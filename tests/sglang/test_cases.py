@@ -1,0 +1,113 @@
+"""Single situations in SGLang's scheduler with the plugin, played from a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from drive import Script
+from engine import PAGE
+from scenarios import HYBRID
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from hisparse_sgl.integrations.sglang.adder import adder_class
+from hisparse_sgl.integrations.sglang.tree import GatedRadixCache
+
+Patch = pytest.MonkeyPatch
+NO_COPIES = replace(HYBRID, tokens=20 * PAGE, copy_rate=0.0)  # but those that somebody waits for
+
+
+def publications_fill_the_host(drive: Script) -> Iterator[None]:
+    """Two requests leave 18 of 24 host pages with publications that wait for copies; two others grow.
+
+    All pages but one of the first publication are durable, so the device has room.
+    """
+    for _ in range(2):
+        rid = drive.send(9 * PAGE, 0)
+        yield
+        while drive.is_live(rid):
+            yield
+        drive.scheduler.hisparse_coordinator.transfers.land("to_host", 1)
+    assert len(drive.scheduler.tree_cache.detached) == 2
+    rids = [drive.send(10, 3 * PAGE) for _ in range(2)]
+    yield
+    while any(map(drive.is_live, rids)):
+        yield
+
+
+FULL_HOST = replace(
+    NO_COPIES, tokens=24 * PAGE, ratio=1, conservativeness=0.1, hisparse=(("max_spill_pages", 8),)
+)
+
+
+def test_a_publication_gives_way_to_a_request_that_grows() -> None:
+    assert Script(FULL_HOST, publications_fill_the_host).run()["retractions"] == 0
+
+
+def test_without_that_a_request_is_retracted(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(GatedRadixCache, "_give_up", lambda self: False)
+    assert Script(FULL_HOST, publications_fill_the_host).run()["retractions"] > 0
+
+
+def copies_fill_the_device(drive: Script) -> Iterator[None]:
+    """A long prompt has to wait for copies while another request decodes; it starts when they are through."""
+    dirty = drive.send(9 * PAGE, 0)
+    yield
+    while drive.is_live(dirty):
+        yield
+    decoding = drive.send(10, 3 * PAGE)
+    yield
+    while not drive.has_started(decoding):
+        yield
+    waiting = drive.send(9 * PAGE, 0)
+    for _ in range(5):
+        yield
+    assert not drive.has_started(waiting), "the device had room"
+    drive.scheduler.hisparse_coordinator.transfers.rate = 1.0
+    for _ in range(20):
+        yield
+    assert drive.is_live(decoding)
+    assert drive.has_started(waiting), "admission is closed until a request leaves"
+
+
+def test_a_request_that_waits_for_copies_does_not_close_admission() -> None:
+    Script(NO_COPIES, copies_fill_the_device).run()
+
+
+def test_another_answer_to_it_would(monkeypatch: Patch) -> None:
+    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = real(self, *args, **kwargs)
+        return AddReqResult.NO_TOKEN if answer is AddReqResult.OTHER else answer
+
+    ours: Any = adder_class(PrefillAdder)
+    real = ours._select_prefill_admission
+    monkeypatch.setattr(ours, "_select_prefill_admission", select)
+    with pytest.raises(AssertionError, match="admission is closed"):
+        Script(NO_COPIES, copies_fill_the_device).run()
+
+
+def memory_ends(drive: Script) -> Iterator[None]:
+    """SGLang retracts until one request is left, and gives that one up too."""
+    rids = [drive.send(3 * PAGE + 10, 5 * PAGE) for _ in range(3)]
+    yield
+    while not all(map(drive.has_started, rids)):
+        yield
+    for _ in range(70):
+        yield
+    coordinator = drive.scheduler.hisparse_coordinator
+    assert coordinator.lifecycle.requests
+    for client in drive.traffic.live.values():
+        client.aborted = True
+    coordinator.can_decode = lambda reqs: False
+    yield
+    del coordinator.can_decode
+    while any(map(drive.is_live, rids)):
+        yield
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_last_request_that_is_given_up_leaves_nothing(overlap: bool) -> None:
+    seen = Script(replace(HYBRID, tokens=20 * PAGE, overlap=overlap), memory_ends).run()
+    assert seen["retractions"] == 3, seen
