@@ -28,7 +28,9 @@ def run(text: str, name: str) -> tuple[doctest.TestResults, str]:
     return results, report.getvalue()
 
 
-@pytest.mark.parametrize(("name", "least"), [("design.md", 40), ("api.md", 6), ("kernels.md", 15)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("design.md", 40), ("api.md", 6), ("kernels.md", 15), ("deepseek_v4.md", 40)]
+)
 def test_the_sessions_of_the_documents(name: str, least: int) -> None:
     results, report = run((DOCS / name).read_text(), name)
     assert results.failed == 0, report
@@ -48,4 +50,21 @@ def test_a_changed_number_is_noticed(shown: str, changed: str) -> None:
     text = (DOCS / "design.md").read_text()
     assert shown in text
     results, _ = run(text.replace(shown, changed), "design.md")
+    assert results.failed > 0
+
+
+@pytest.mark.parametrize(
+    ("shown", "changed"),
+    [
+        ("[0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 4]", "[0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0, 5]"),
+        ("device rows [2, 4] hold [2, 4] [2, 4]", "device rows [2, 4] hold [2, 4] [2, 5]"),
+        ("\n88\n", "\n112\n"),
+        ("shortened_tokens=8)", "shortened_tokens=0)"),
+        ("c128: device, reuse by pages, 135 a token", "c128: device, reuse by pages, 91.25 a token"),
+    ],
+)
+def test_a_changed_number_of_the_compressed_example_is_noticed(shown: str, changed: str) -> None:
+    text = (DOCS / "deepseek_v4.md").read_text()
+    assert shown in text
+    results, _ = run(text.replace(shown, changed), "deepseek_v4.md")
     assert results.failed > 0
