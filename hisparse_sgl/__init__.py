@@ -11,21 +11,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hisparse_sgl.config import HiSparseConfig
-    from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+    from hisparse_sgl.kernels.rows import RowFormat
+    from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout, StateGroup
     from hisparse_sgl.pool import HiSparsePool
     from hisparse_sgl.requests import Admission, Deferred
 
     __version__: str
 
-__all__ = ["Admission", "Deferred", "HiSparseConfig", "HiSparsePool", "IndexGroup", "KVLayout"]
+__all__ = [
+    "Admission",
+    "CacheGroup",
+    "Deferred",
+    "HiSparseConfig",
+    "HiSparsePool",
+    "IndexGroup",
+    "KVLayout",
+    "RowFormat",
+    "StateGroup",
+]
 
 _HOMES = {
     "Admission": "hisparse_sgl.requests",
+    "CacheGroup": "hisparse_sgl.mem_pool.layout",
     "Deferred": "hisparse_sgl.requests",
     "HiSparseConfig": "hisparse_sgl.config",
     "HiSparsePool": "hisparse_sgl.pool",
     "IndexGroup": "hisparse_sgl.mem_pool.layout",
     "KVLayout": "hisparse_sgl.mem_pool.layout",
+    "RowFormat": "hisparse_sgl.kernels.rows",
+    "StateGroup": "hisparse_sgl.mem_pool.layout",
 }
 
 
