@@ -31,4 +31,16 @@ def adder_class(base: type) -> type:
             super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
             self.token_to_kv_pool_allocator.coordinator.admit(req)
 
+        def add_one_req_ignore_eos(self, req: Any) -> Any:
+            """SGLang's other way in, for answers of fixed length where no prefix is shared: it selects and
+            commits at once, so the device is asked first."""
+            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
+            if not coordinator.has_room(req):
+                coordinator.counters.deferred_admissions += 1
+                return AddReqResult.OTHER
+            result = super().add_one_req_ignore_eos(req)
+            if self.can_run_list and self.can_run_list[-1] is req:
+                coordinator.admit(req)
+            return result
+
     return DeviceAwareAdder

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from hisparse_sgl.integrations.sglang.lifecycle import Lifecycle, ServedRequest
 
 
+HIGHEST_PRIORITY = torch.iinfo(torch.int64).max
+"""The Rust core of the tree keeps priorities in 64 bits."""
+
+
 @dataclass(slots=True, eq=False)
 class Publication:
     """Pages of a request that has ended: the first ``start`` are the tree's, the others its own."""
@@ -189,7 +193,7 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         if 0 < tokens < len(publication.key):
             params = publication.params | {
                 "inserted_len": tokens,
-                "priority": publication.params["priority"] + 1,
+                "priority": min(publication.params["priority"] + 1, HIGHEST_PRIORITY),
             }
             self.insert(InsertParams(key=publication.key[:tokens], prev_prefix_len=tokens, **params))
 
