@@ -59,8 +59,8 @@ def test_a_finding_is_exit_code_1_and_the_plan_is_printed(capsys: pytest.Capture
         (["plan", "glm-5.3", "--host-ram-gib", "1024", "--kv-dtype", "int3"], "--kv-dtype"),
         (["plan", "no/such/config.json", "--host-ram-gib", "1024"], "no/such/config.json: No such file"),
         (
-            ["config", "glm-5.3", "--host-ram-gib", "2048", "--swap-in-block-size", "0"],
-            "--swap-in-block-size is 0",
+            ["config", "deepseek-v4-pro", "--host-ram-gib", "2048"],
+            "MODEL is deepseek-v4-pro, the plugin serves DSA models",
         ),
         (["nothing"], "nothing"),
         (["plan", "--nothing"], "--nothing"),
@@ -90,13 +90,13 @@ def test_config_is_ready_for_a_shell(capsys: pytest.CaptureFixture[str]) -> None
     words = echoed.stdout.splitlines()
     assert words == line.split()
     assert words[words.index("--hisparse-config") + 1] == value
-    assert json.loads(value)["host_to_device_ratio"] == 9
+    assert json.loads(value)["host_to_device_ratio"] == 10
 
 
 def test_config_prints_no_flags_that_do_not_serve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["config", "glm-5.3", "--host-ram-gib", "2048", "--concurrency", "32"]) == 1
+    assert run(["config", "glm-5.3", "--host-ram-gib", "2048", "--concurrency", "40"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("hisparse-sgl: finding: no host_to_device_ratio serves 32 requests")
+    assert out == "" and err.startswith("hisparse-sgl: finding: no host_to_device_ratio serves 40 requests")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["plan", "--help"], ["config", "--help"]])

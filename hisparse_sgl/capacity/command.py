@@ -16,7 +16,7 @@ from hisparse_sgl.capacity.inputs import GIB, Machine, Workload, check_positive
 from hisparse_sgl.capacity.model import ModelShape
 from hisparse_sgl.capacity.plan import Plan, make_plan
 from hisparse_sgl.capacity.render import as_json, as_table
-from hisparse_sgl.capacity.sglang import hisparse_config, launch_flags
+from hisparse_sgl.capacity.sglang import hisparse_config, launch_flags, plugin_refusal
 
 FINDING = 1
 
@@ -139,13 +139,12 @@ def config(
     concurrency: Concurrency = 32,
     kv_dtype: KV = KVDtype.fp8,
     hot_rows: HotRows = None,
-    query_rows: QueryRows = 1,
-    swap_in_block_size: Annotated[int, _option("threads of SGLang's swap-in kernel")] = 960,
+    host_contexts: HostContexts = 2.0,
     output: Annotated[
         ConfigFormat, typer.Option("--format", help="all flags, or the value of --hisparse-config alone")
     ] = ConfigFormat.flags,
 ) -> None:
-    """The launch flags of SGLang 0.5.23 for a plan, ready for $(...).
+    """The launch flags of SGLang 0.5.23 with the plugin for a plan, ready for $(...).
 
     Exit code 1, and nothing on standard output: no ratio serves the wanted requests.
 
@@ -154,21 +153,25 @@ def config(
       sglang serve --model-path zai-org/GLM-5.3 $(hisparse-sgl config glm-5.3 --host-ram-gib 2048)
     """
     machine = Machine(gpus, gpus if tp is None else tp, hbm_gib, host_ram_gib, mem_fraction, host_reserve_gib)
-    workload = Workload(context, concurrency, kv_dtype.value, hot_rows, query_rows)
+    workload = Workload(context, concurrency, kv_dtype.value, hot_rows, host_contexts=host_contexts)
     made = _plan(model, machine, workload, weights_gib, weights_dtype)
-    value = hisparse_config(made.model, made.costs, made.sglang.ratio, swap_in_block_size)
-    if not made.sglang.ratio:
+    refusal = plugin_refusal(made.model, workload)
+    if refusal:
+        raise ValueError(refusal)
+    if not made.plugin.ratio:
         _report(
             made.findings or (f"no host_to_device_ratio serves {made.requests} requests: {NO_RATIO_FIX}",)
         )
+    value = hisparse_config(made.model, made.costs, made.plugin, made.requests)
     if output is ConfigFormat.json:
         print(value)
     else:
-        print(launch_flags(made.model, machine, workload, made.requests, value))
+        print(launch_flags(machine, workload, made.requests, value))
 
 
 NO_RATIO_FIX = (
-    "SGLang keeps indexer rows in every layer and a host pool for each GPU; lower --context or --concurrency"
+    "the device keeps indexer rows of the whole host pool and each GPU has a host pool of its own; "
+    "lower --context or --concurrency"
 )
 
 

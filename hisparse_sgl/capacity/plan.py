@@ -16,7 +16,7 @@ from hisparse_sgl.capacity.limits import (
     pcie_limit,
 )
 from hisparse_sgl.capacity.model import ModelShape
-from hisparse_sgl.capacity.sglang import SGLangPlan
+from hisparse_sgl.capacity.sglang import SGLangPools, plugin_pools, stock_pools
 from hisparse_sgl.mem_pool.layout import GroupBytes
 
 
@@ -56,7 +56,8 @@ class Plan:
     longest_single: int
     longest_at_concurrency: int
     step_bytes: int
-    sglang: SGLangPlan
+    plugin: SGLangPools
+    stock: SGLangPools
 
     @property
     def groups(self) -> list[GroupBytes]:
@@ -127,7 +128,8 @@ def make_plan(model: ModelShape, machine: Machine, workload: Workload, weights_b
         longest_single=longest_context(costs, kv_bytes, ram_pages, 1, model.max_context),
         longest_at_concurrency=longest_context(costs, kv_bytes, ram_pages, requests, model.max_context),
         step_bytes=round(mix.hot * costs.step_row_bytes * (1 - workload.hit_rate)),
-        sglang=SGLangPlan.of(model, machine, workload, costs, kv_bytes, requests),
+        plugin=plugin_pools(model, machine, workload, costs, kv_bytes, requests),
+        stock=stock_pools(model, machine, costs, kv_bytes, requests),
     )
 
 

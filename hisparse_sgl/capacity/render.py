@@ -9,6 +9,7 @@ from hisparse_sgl.capacity.builtin import BUILT_IN
 from hisparse_sgl.capacity.inputs import GB, GIB
 from hisparse_sgl.capacity.limits import NO_LIMIT
 from hisparse_sgl.capacity.plan import Plan
+from hisparse_sgl.capacity.sglang import SGLangPools, hot_regions, plugin_refusal
 from hisparse_sgl.mem_pool.layout import GroupBytes
 
 if TYPE_CHECKING:
@@ -26,13 +27,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         **_bytes(plan),
         **_pools(plan),
         **_requests(plan),
-        "sglang": {
-            "host_to_device_ratio": plan.sglang.ratio or None,
-            "device_tokens": plan.sglang.device_tokens,
-            "device_bytes": plan.sglang.device_bytes,
-            "host_tokens": plan.sglang.host_tokens,
-            "host_bytes_per_gpu": plan.sglang.host_bytes,
-        },
+        "sglang": {"plugin": _plugin(plan), "stock": _sglang(plan.stock)},
         "findings": list(plan.findings),
     }
 
@@ -60,6 +55,23 @@ def _group(group: GroupBytes) -> dict[str, Any]:
     else:
         sizes = {"bytes_per_request": group.bytes_per_request, "boundary_bytes": group.boundary_bytes}
     return {"place": group.place, "reuse": group.reuse, **sizes}
+
+
+def _sglang(pools: SGLangPools) -> dict[str, Any]:
+    return {
+        "host_to_device_ratio": pools.ratio or None,
+        "device_tokens": pools.device_tokens,
+        "device_bytes": pools.device_bytes,
+        "host_tokens": pools.host_tokens,
+        "host_bytes_per_gpu": pools.host_bytes,
+    }
+
+
+def _plugin(plan: Plan) -> dict[str, Any]:
+    costs, pools = plan.costs, plan.plugin
+    regions = hot_regions(costs, pools, plan.requests) if pools.ratio else 0
+    state = regions * costs.hot_state_bytes(costs.context_pages)
+    return {**_sglang(pools), "hot_regions": regions, "hot_state_bytes": state}
 
 
 def _bytes(plan: Plan) -> dict[str, Any]:
@@ -158,7 +170,8 @@ def as_table(plan: Plan) -> Table:
         ("Memory", _memory_rows(data)),
         ("Requests an engine", _concurrency_rows(data)),
         ("What limits", _limit_rows(data)),
-        ("SGLang 0.5.23", _sglang_rows(data)),
+        ("SGLang 0.5.23 with the plugin", _plugin_rows(plan, data["sglang"]["plugin"])),
+        ("SGLang 0.5.23's own HiSparse", _sglang_rows(data["sglang"]["stock"])),
     ):
         table.add_row(f"[bold]{section}[/bold]", "")
         for name, value in rows:
@@ -233,8 +246,15 @@ def _limit_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _sglang_rows(data: dict[str, Any]) -> list[tuple[str, str]]:
-    found = data["sglang"]
+def _plugin_rows(plan: Plan, found: dict[str, Any]) -> list[tuple[str, str]]:
+    refusal = plugin_refusal(plan.model, plan.workload)
+    if refusal or not found["host_to_device_ratio"]:
+        return [("host_to_device_ratio", "not served" if refusal else "none serves this")]
+    state = f"{found['hot_regions']:,}, state {_size(found['hot_state_bytes'])}"
+    return [*_sglang_rows(found), ("hot regions, up to", state)]
+
+
+def _sglang_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["host_to_device_ratio"] is None:
         return [("host_to_device_ratio", "none serves this")]
     return [

@@ -10,7 +10,7 @@ from hisparse_sgl.capacity.builtin import BUILT_IN
 from hisparse_sgl.capacity.config_file import model_shape
 from hisparse_sgl.capacity.costs import Costs
 from hisparse_sgl.capacity.inputs import Workload
-from hisparse_sgl.capacity.sglang import device_tokens, pools_at
+from hisparse_sgl.capacity.sglang import Cell
 
 GLM = BUILT_IN["glm-5"].config
 
@@ -21,13 +21,14 @@ def costs_of(layers: int, kv_dtype: str, **changes: object) -> tuple[object, Cos
 
 
 def test_pools_that_sglang_logged() -> None:
-    """SGLang 0.5.23, 6-layer bf16 GLM-DSA with shared indexers. It logs device memory in GiB, host in GB."""
+    """Stock SGLang 0.5.23, 6-layer bf16 GLM-DSA that shares indexers. It logs GiB of device, GB of host."""
     model, costs = costs_of(6, "bf16", index_topk_pattern="FFSSFS")
-    pools = pools_at(model, costs, 1_550_528, 2)
+    cell = Cell.stock(model, costs)
+    pools = cell.pools(1_550_528, 2)
     assert pools.host_tokens == 3_101_120
     assert f"{pools.device_bytes / 2**30:.2f}" == "12.27"
     assert f"{pools.host_bytes / 10**9:.2f}" == "21.43"
-    assert device_tokens(model, costs, pools.device_bytes, 2) == 1_550_528
+    assert cell.device_tokens(pools.device_bytes, 2) == 1_550_528
 
 
 def test_account_of_vllms_hybrid_hisparse() -> None:
