@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from engine import CONTEXT, Engine, Settings
+from engine import CONTEXT, Engine, Place, Settings
 from memory import tree_pages
 from scenarios import SCENARIOS, random_engine
 from sglang.srt.managers.io_struct import AbortReq
@@ -37,8 +37,16 @@ class Drive:
     then show a fault.
     """
 
-    def __init__(self, settings: Settings, load: Load, seed: int, steps: int, structure: bool = True) -> None:
-        self.engine = Engine(settings, seed)
+    def __init__(
+        self,
+        settings: Settings,
+        load: Load,
+        seed: int,
+        steps: int,
+        structure: bool = True,
+        place: Place = Place(),  # noqa: B008
+    ) -> None:
+        self.engine = Engine(settings, seed, place)
         self.engine.memory.structure = structure
         self.scheduler: Any = self.engine.scheduler
         self.forwards = self.engine.forwards

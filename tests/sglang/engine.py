@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -192,14 +192,25 @@ def scatter_rows(
     buffer[slots] = torch.cat([nope, rope], dim=-1)
 
 
-class Engine:
-    """A scheduler and what stands around it. Close it before the next one is built."""
+class Place(NamedTuple):
+    """Where an engine stands in a tensor parallel group, whose ranks meet at a file."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
+    rank: int = 0
+    ranks: int = 1
+    meeting_point: str | None = None
+
+
+class Engine:
+    """A scheduler and what stands around it. Close it before the next one is built.
+
+    ``rng`` draws the same on every rank of a group, ``device.rng`` does not.
+    """
+
+    def __init__(self, settings: Settings, seed: int, place: Place = Place()) -> None:  # noqa: B008
         self.settings = settings
         self.rng = Random(seed)
-        self.device = Device(self.rng)
-        self.scheduler, self.restore = build_scheduler(settings, self.device)
+        self.device = Device(Random(f"{seed} {place.rank}"))
+        self.scheduler, self.restore = build_scheduler(settings, self.device, place)
         runner: Any = self.scheduler.tp_worker.model_runner
         self.memory = HybridMemory(self.scheduler) if settings.hybrid else StockMemory(self.scheduler)
         leaders = [kind == "F" for kind in LAYER_PATTERN]
@@ -214,7 +225,7 @@ class Engine:
         self.restore.close()
 
 
-def build_scheduler(settings: Settings, device: Device) -> tuple[CpuScheduler, ExitStack]:
+def build_scheduler(settings: Settings, device: Device, place: Place) -> tuple[CpuScheduler, ExitStack]:
     """A scheduler built by its own constructor, and what undoes the changes around it."""
     stack = ExitStack()
     stack.enter_context(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(settings.core))
@@ -228,6 +239,7 @@ def build_scheduler(settings: Settings, device: Device) -> tuple[CpuScheduler, E
         model_path=folder,
         skip_tokenizer_init=True,
         device="cpu",
+        tp_size=place.ranks,
         dtype="bfloat16",
         load_format="dummy",
         page_size=PAGE,
@@ -246,9 +258,10 @@ def build_scheduler(settings: Settings, device: Device) -> tuple[CpuScheduler, E
         mem_fraction_static=0.5,
         log_level="error",
     )
-    runtime_context.publish(args, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=0, gpu_id=0))
+    ranks = runtime_context.SpawnRanks(world_rank=place.rank, gpu_id=0)
+    runtime_context.publish(args, role="scheduler", ranks=ranks)
     stack.callback(leave_parallel)
-    init_parallel(folder)
+    init_parallel(place, folder)
     if settings.hybrid:
         stack.enter_context(with_plugin(settings, device))
     with patch.object(bootstrap, "init_parallel_runtime", lambda **kwargs: None):
@@ -302,12 +315,16 @@ def load_plugin() -> None:
     HookRegistry.apply_hooks()
 
 
-def init_parallel(folder: str) -> None:
-    """Process groups of one rank."""
+def init_parallel(place: Place, folder: str) -> None:
+    """SGLang's process groups, over gloo."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
     parallel_state.init_distributed_environment(
-        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=store
+        backend="gloo",
+        world_size=place.ranks,
+        rank=place.rank,
+        local_rank=place.rank,
+        distributed_init_method=f"file://{place.meeting_point or folder + '/meeting_point'}",
+        timeout=60,
     )
     parallel_state.initialize_model_parallel()
 

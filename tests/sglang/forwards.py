@@ -80,6 +80,7 @@ class Forwards:
         num_slots = getattr(allocator, "size_full", allocator.size) + allocator.page_size
         self.owner = np.full(num_slots, NOBODY, dtype=np.int64)
         self.seen: Counter[str] = Counter()
+        self.log: list[tuple[Any, ...]] = []  # what was launched
 
     def launch(self, batch: Any) -> None:
         """Check what SGLang asks for, and put the forward on its stream."""
@@ -89,6 +90,7 @@ class Forwards:
         step = self._step(batch)
         self._check_owners(step)
         self.owner[step.written.numpy()] = step.fresh
+        self.log.append((batch.forward_mode.name, *step.rids, *step.written.tolist()))
         if isinstance(step, Decode):
             self.seen["decode steps"] += 1
         else:

@@ -15,6 +15,7 @@ from typing import Any
 
 from late_transfers import LateTransfers
 
+from hisparse_sgl.transfer_queue import Completion
 from hisparse_sgl.transfers import Lane
 
 Marks = dict["Stream", int]  # stream -> how many pieces of its work must be done
@@ -172,6 +173,8 @@ class StreamTransfers(LateTransfers):
         self.streams.transfers.append(self)
         self.behind: list[Stream] = []
         self.failure = "garbage"
+        self.unreported: dict[str, list[int]] = {name: [] for name in self.queues}
+        self.num_reported = dict.fromkeys(self.queues, 0)
 
     def run_behind(self, stream: Any) -> None:
         self.behind.append(stream)
@@ -182,6 +185,31 @@ class StreamTransfers(LateTransfers):
     def run_after(self, stream: Stream) -> Marks:
         """What a copy that starts now waits for, of a stream that it runs behind."""
         return stream.marks
+
+    def poll(self) -> list[Completion]:
+        """What is over on every rank, as ``Transfers.poll``: a count a direction is agreed on."""
+        over = {completion.transfer_id: completion for completion in self.landed}
+        counts = [
+            self.num_reported[name] + sum(transfer_id in over for transfer_id in started)
+            for name, started in self.unreported.items()
+        ]
+        reported: list[Completion] = []
+        for (name, started), count in zip(self.unreported.items(), self.agree(tuple(counts)), strict=True):
+            new = count - self.num_reported[name]
+            reported += [over.pop(transfer_id) for transfer_id in started[:new]]
+            del started[:new]
+            self.num_reported[name] = count
+        self.landed = list(over.values())
+        return reported
+
+    def wait(self) -> list[Completion]:
+        started = {name: ids[0] for name, ids in self.unreported.items() if ids}
+        if started:
+            name = min(started, key=lambda name: started[name])
+            queue = self.queues[name]
+            if queue and queue[0].transfer_id == started[name]:
+                self.land(name, 1)
+        return self.poll()
 
     def move(self, rng: Random) -> None:
         for direction, queue in self.queues.items():
@@ -202,4 +230,6 @@ class StreamTransfers(LateTransfers):
             reach(marks)
             copy()
 
-        return super()._start(lane, run, inputs)
+        transfer_id = super()._start(lane, run, inputs)
+        self.unreported["to_host" if lane is self.to_host else "to_device"].append(transfer_id)
+        return transfer_id

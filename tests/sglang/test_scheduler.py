@@ -9,7 +9,7 @@ from drive import run
 from scenarios import SCENARIOS
 
 STEPS = 330  # of traffic; a run ends up to 150 steps later
-SEED = 1
+SEED = 2
 
 STOCK = ("as it is", "as it is, tight", "as it is, preemption")
 

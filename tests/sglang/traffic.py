@@ -68,6 +68,7 @@ class Traffic:
         self.context = context
         self.live: dict[str, Client] = {}
         self.finished: list[Client] = []
+        self.given_up: set[str] = set()
         self.prefixes = [self._words(self.rng.randint(*load.prefix_tokens)) for _ in range(4)]
         self.num_sent = 0
         self.closed = False
@@ -100,6 +101,7 @@ class Traffic:
         """Take an answer in and compare it."""
         if isinstance(output, AbortReq):
             client = self.live.pop(output.rid)
+            self.given_up.add(output.rid)
             assert client.aborted, f"{output.rid} was aborted and nobody asked for it: {output}"
             self.seen["aborted in the queue"] += 1
         elif isinstance(output, FlushCacheReqOutput):
@@ -174,7 +176,10 @@ class Traffic:
         return AbortReq(abort_all=True)
 
     def _hear(self, output: BatchTokenIDOutput, i: int) -> None:
-        client = self.live[output.rids[i]]
+        rid = output.rids[i]
+        if rid in self.given_up:  # a step of it was in flight
+            return
+        client = self.live[rid]
         client.said += output.output_ids[i]
         start = client.text.num_prompt
         client.text.grow(start + len(client.said))
