@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# GLM-5.3 with HiSparse and the radix cache: 8 x H200 (141 GB), 1.2 TiB of host memory, 16 requests of up to 128K tokens.
+# GLM-5.3 with HiSparse and the radix cache: 8 x H200 (141 GB), 1.5 TiB of host memory, 24 requests of up to 128K tokens.
 # Run it in SGLang's environment after `pip install .` there. Further arguments are passed on to SGLang.
 #
-# Sizes of each GPU; SGLang keeps indexer rows for every host slot on the device, in all 78 layers:
+# The flags are those of: hisparse-sgl config glm-5.3 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 24
+# Sizes of each GPU; indexer rows for every host slot lie on the device, in the 21 layers that run an indexer:
 #   left for the cache       32.5 GiB = 0.85 x 140 GiB - 86.5 GiB of weights
-#   a device token           51,168 B of rows + host_to_device_ratio x 10,296 B of indexer rows = 174,720 B
-#   device pool              199,424 tokens; the longest prompt must fit it once
-#   host pool                2,393,088 tokens = 18 requests of 128K, 114 GiB; 8 ranks pin 0.89 TiB at start
+#   a device token           51,168 B of rows + host_to_device_ratio x 2,772 B of indexer rows = 70,572 B
+#   device pool              493,824 tokens; the longest prompt must fit it once
+#   host pool                3,456,768 tokens = 26 requests of 128K, 165 GiB; 8 ranks pin 1.29 TiB at start
 #   a hot region             4,096 rows of the device pool: what a request keeps there when the pool is full
 # More host tokens for the same device memory: a higher ratio, until the longest prompt no longer fits the device.
 set -euo pipefail
@@ -15,10 +16,10 @@ exec "${PYTHON:-python3}" -m sglang.launch_server \
     --model-path "${MODEL:-zai-org/GLM-5.3}" \
     --tp-size 8 \
     --enable-hisparse \
-    --hisparse-config '{"host_to_device_ratio": 12}' \
+    --hisparse-config '{"host_to_device_ratio": 7}' \
     --kv-cache-dtype fp8_e4m3 \
     --context-length 131072 \
-    --max-running-requests 16 \
+    --max-running-requests 24 \
     --mem-fraction-static 0.85 \
     --enable-metrics \
     "$@"

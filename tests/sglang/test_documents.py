@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -19,9 +20,9 @@ from launching import hopper, validate, write_model
 from sglang.srt.server_args import prepare_server_args
 
 from hisparse_sgl.capacity.builtin import BUILT_IN
-from hisparse_sgl.capacity.costs import Costs
-from hisparse_sgl.capacity.inputs import GIB, Workload
-from hisparse_sgl.capacity.sglang import device_tokens, index_bytes
+from hisparse_sgl.capacity.inputs import Machine, Workload
+from hisparse_sgl.capacity.plan import Plan, make_plan
+from hisparse_sgl.capacity.sglang import Cell, hisparse_config, launch_flags
 from hisparse_sgl.integrations.sglang import targets
 from hisparse_sgl.integrations.sglang.options import Options
 from hisparse_sgl.integrations.sglang.validation import REFUSALS
@@ -80,7 +81,16 @@ def test_launch_scripts_start_and_state_their_sizes(
         settings.resolve_once()
         settings.check_server_args()
     assert settings.enable_hisparse and not settings.disable_radix_cache
-    assert stated(path.read_text()) == expected(builtin, Options.parse(config).host_to_device_ratio)
+    plan = planned(builtin, path.read_text())
+    assert stated(path.read_text()) == expected(plan)
+    # The launch line leaves out what is so by default: top-k, hot rows, and as many regions as requests.
+    given = Options.parse(config)
+    printed = Options.parse(hisparse_config(plan.model, plan.costs, plan.plugin, plan.requests))
+    assert given.host_to_device_ratio == printed.host_to_device_ratio
+    assert given.hot_rows(plan.model.top_k) == printed.hot_rows(plan.model.top_k)
+    assert printed.max_hot_requests == plan.requests
+    flags = launch_flags(plan.machine, plan.workload, plan.requests, "CONFIG").split()
+    assert set(zip(flags[1::2], flags[2::2], strict=True)) <= set(itertools.pairwise(arguments))
 
 
 def offline() -> ModuleType:
@@ -141,12 +151,22 @@ def stated(text: str) -> dict[str, int]:
     }
 
 
-def expected(builtin: str, ratio: int) -> dict[str, int]:
-    """The same figures from the sizes of the model: 8 GPUs of 140 GiB, weights and rows in fp8."""
-    shape = BUILT_IN[builtin].shape(builtin)
-    costs = Costs.of(shape, Workload(context=131072, concurrency=16))
-    assert shape.parameters is not None
-    cache = int(140 * GIB * 0.85) - -(-shape.parameters // 8)
-    device = device_tokens(shape, costs, cache, ratio)
-    page = costs.page_rows_bytes + ratio * index_bytes(shape, costs)
-    return {"cell": page // costs.page_tokens, "device": device, "host": device * ratio}
+def planned(builtin: str, text: str) -> Plan:
+    """The plan of the command in the comments of a launch script."""
+    command = (
+        rf"hisparse-sgl config {builtin} --host-ram-gib (\d+) --host-reserve-gib (\d+) --concurrency (\d+)$"
+    )
+    found = re.search(command, text, re.MULTILINE)
+    assert found is not None
+    ram, reserve, concurrency = map(int, found.groups())
+    model = BUILT_IN[builtin].shape(builtin)
+    machine = Machine(8, 8, 140, ram, host_reserve_gib=reserve)
+    return make_plan(model, machine, Workload(131072, concurrency), model.weight_bytes(None))
+
+
+def expected(plan: Plan) -> dict[str, int]:
+    """The same figures from the plan."""
+    cell, pools = Cell.plugin(plan.costs), plan.plugin
+    tokens = pools.device_tokens
+    page = cell.page_bytes(pools.ratio)
+    return {"cell": page // cell.page_tokens, "device": tokens, "host": tokens * pools.ratio}
