@@ -122,6 +122,8 @@ def read_metrics() -> dict[str, float]:
 def run(name: str, args: argparse.Namespace) -> None:
     if name == "stock":
         os.environ["HISPARSE_SGL"] = "0"
+    if args.top_k_backend == "torch":
+        os.environ["SGLANG_DSA_FUSE_TOPK"] = "0"  # it has no fused form
     import sglang
     import torch
     import triton

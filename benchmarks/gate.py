@@ -8,18 +8,19 @@ import torch
 
 from benchmarks.cells import PAGE_SIZE
 from benchmarks.workload import Workload
+from hisparse_sgl.kernels.arrange import arrange
 from hisparse_sgl.kernels.gather import gather
 from hisparse_sgl.kernels.resolve import resolve
 from hisparse_sgl.kernels.resolve_reference import resolve_reference
-from hisparse_sgl.kernels.state import CopyPlan, HotState, Tables
+from hisparse_sgl.kernels.state import CopyPlan, HotState, PlanOrder, Tables
 
 
 class GateError(RuntimeError):
     """A kernel gave a wrong result; the case is not timed."""
 
 
-def run_resolve(work: Workload, step: int) -> None:
-    """Plan one step: mutates the hot state, the plan and ``out_rows``."""
+def run_resolve(work: Workload, step: int) -> CopyPlan:
+    """Plan one step: mutates the hot state, the plan and ``out_rows``. Returns the plan to copy by."""
     resolve(
         work.positions[step],
         work.request_rows,
@@ -35,6 +36,8 @@ def run_resolve(work: Workload, step: int) -> None:
         query_rows=work.cell.query_rows,
         backend=work.backend,
     )
+    most = work.positions[step].numel()
+    return arrange(work.plan, most=most, num_slots=work.num_slots, backend=work.backend)
 
 
 def run_gather(work: Workload, plan: CopyPlan, step: int) -> None:
@@ -44,7 +47,9 @@ def run_gather(work: Workload, plan: CopyPlan, step: int) -> None:
 
 def copy_plan(plan: CopyPlan) -> CopyPlan:
     """A plan that later steps do not overwrite."""
-    return replace(plan, **{name: value.clone() for name, value in vars(plan).items()})
+    tensors = {name: value.clone() for name, value in vars(plan).items() if name != "order"}
+    order = plan.order and PlanOrder(*(tensor.clone() for tensor in plan.order))
+    return replace(plan, **tensors, order=order)
 
 
 class Shadow:
@@ -115,17 +120,17 @@ def check_gate(work: Workload, checked: int) -> tuple[HotState, list[CopyPlan]]:
     start = work.hot
     plans = []
     for step in range(work.steps + 1):
-        run_resolve(work, step)
+        plan = run_resolve(work, step)
         shadow.check(step)
         if cell.resident:
             _check_resident(work, step)
         else:
-            run_gather(work, work.plan, step)
+            run_gather(work, plan, step)
             _check_copies(work, step)
         if step == 0:
             start = HotState(*(tensor.clone() for tensor in work.hot))
         else:
-            plans.append(copy_plan(work.plan))
+            plans.append(copy_plan(plan))
     work.scratch.check_integrity()
     work.hot.check_integrity()
     return start, plans

@@ -90,8 +90,7 @@ def time_cell(work: Workload, start: HotState, plans: list[CopyPlan]) -> dict[st
 
     def whole() -> None:
         for step in steps:
-            gate.run_resolve(work, step)
-            gate.run_gather(work, work.plan, step)
+            gate.run_gather(work, gate.run_resolve(work, step), step)
 
     bodies = {"plan": plan} if work.cell.resident else {"plan": plan, "copy": copy, "whole": whole}
     times = {}

@@ -172,7 +172,7 @@ def build(
         tables=tables,
         hot=HotState.empty(requests, cell.hot_rows, cell.context, where),
         scratch=Scratch.empty(requests, cell.context, cell.hot_rows, where),
-        plan=CopyPlan.empty(capacity, requests, where),
+        plan=CopyPlan.empty(capacity, requests, where, ordered=where.type == "cuda"),
         request_rows=request_rows,
         region_rows=requests - 1 - request_rows,
         positions=torch.from_numpy(chosen.reshape(shape)).to(where),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hisparse_sgl.config import HiSparseConfig, Sizes
+from hisparse_sgl.kernels.arrange import arrange
 from hisparse_sgl.kernels.batch_rows import batch_rows
 from hisparse_sgl.kernels.gather import gather
 from hisparse_sgl.kernels.invalidate import invalidate
@@ -64,7 +65,10 @@ class Runtime:
         context = sizes.context_pages * sizes.page_rows
         self.hot = HotState.empty(sizes.hot_regions, sizes.hot_rows, context, where, groups=count)
         self.scratch = Scratch.empty(requests, context, sizes.hot_rows, where)
-        self.plans = [CopyPlan.empty(queries * config.top_k, requests, where) for _ in range(kept)]
+        self.plans = [
+            CopyPlan.empty(queries * config.top_k, requests, where, ordered=config.arrange_plans)
+            for _ in range(kept)
+        ]
         self.plan_readers = [
             [layer for group in self.groups[plan::kept] for layer in group.layers[1:]] for plan in range(kept)
         ]
@@ -141,6 +145,7 @@ class Runtime:
             self.wait_layer(layer)  # a replay that nobody waited for may still read the plan
         rows = self.rows[turn, : positions.shape[0], : positions.shape[1]]
         plan = self.plans[turn]
+        num_slots = self.config.host_pages * self.sizes.page_rows
         resolve(
             positions,
             self.request_rows[: self.batch],
@@ -153,9 +158,10 @@ class Runtime:
             self.stats[group],
             page_size=self.sizes.page_rows,
             query_rows=self.query_rows,
-            num_slots=self.config.host_pages * self.sizes.page_rows,
+            num_slots=num_slots,
             backend=self.backend,
         )
+        plan = arrange(plan, most=positions.numel(), num_slots=num_slots, backend=self.backend)
         self._gather(leader, plan)
         self._replay(followers, plan)
         return rows

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from hisparse_sgl.kernels.arrange import LONG_PLAN
 from hisparse_sgl.kernels.backend import (
     can_overlap,
     check_tensor,
@@ -23,13 +24,24 @@ from hisparse_sgl.kernels.state import CopyPlan
 # translation thrash (measured on an H200).
 PROGRAMS = 8
 FEW_PROGRAMS = 2
-LONG_PLAN = 8192
 
 
 @jit
-def word_in_page(index, word, P: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Word of a page that holds ``word`` of row ``index``; FIRST, SECOND: 8-byte words of the parts."""
-    return tl.where(word < FIRST, index * FIRST + word, P * FIRST + index * SECOND + word - FIRST)
+def _copy_part(
+    host,
+    device,
+    source,
+    target,
+    readable,
+    writable,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy ``WORDS`` 8-byte words from ``source`` to ``target``; zeros where the row cannot be read."""
+    word = tl.arange(0, BLOCK)
+    in_row = word < tl.where(readable & writable, WORDS, 0)
+    data = tl.load(host + source + word, mask=in_row, other=0)
+    tl.store(device + target + word, data, mask=word < tl.where(writable, WORDS, 0))
 
 
 @jit
@@ -37,6 +49,7 @@ def _gather_kernel(
     host,
     device,
     entries,
+    ordered,
     count,
     capacity,
     host_pages,
@@ -48,7 +61,9 @@ def _gather_kernel(
     P: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr,
+    ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -57,10 +72,14 @@ def _gather_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.load(entries + tl.minimum(entry, capacity - 1))
     stop = tl.minimum(tl.load(count), capacity)
+    is_long = stop > long_plan
+    if ORDERED:
+        # Not loaded instead of the one above: that would wait for the count.
+        pair = tl.where(is_long, tl.load(ordered + tl.minimum(entry, capacity - 1)), pair)
+        entries = tl.where(is_long, ordered, entries)
     programs = tl.num_programs(0)
-    programs = tl.where(stop > long_plan, tl.minimum(programs, few), programs)
+    programs = tl.where(is_long, tl.minimum(programs, few), programs)
     stop = tl.where(entry < programs, stop, 0)
-    word = tl.arange(0, BLOCK)
     while entry < stop:
         slot = (pair << 32) >> 32
         row = pair >> 32
@@ -71,18 +90,19 @@ def _gather_kernel(
         writable = (row >= 0) & (row < device_pages * P)
         slot = tl.where(readable, slot, 0)
         row = tl.where(writable, row, 0)
-        source = word_in_page(slot % P, word, P, FIRST, SECOND)
-        target = word_in_page(row % P, word, P, FIRST, SECOND)
-        data = tl.load(
-            host + (slot // P) * host_stride + source,
-            mask=word < tl.where(readable & writable, FIRST + SECOND, 0),
-            other=0,
-        )
-        tl.store(
-            device + (row // P) * device_stride + target,
-            data,
-            mask=word < tl.where(writable, FIRST + SECOND, 0),
-        )
+        source = (slot // P) * host_stride
+        target = (row // P) * device_stride
+        index = slot % P
+        device_index = row % P
+        _copy_part(
+            host, device, source + index * FIRST, target + device_index * FIRST,
+            readable, writable, FIRST, FIRST_BLOCK
+        )  # fmt: skip
+        if SECOND:
+            _copy_part(
+                host, device, source + P * FIRST + index * SECOND, target + P * FIRST + device_index * SECOND,
+                readable, writable, SECOND, SECOND_BLOCK
+            )  # fmt: skip
 
 
 def gather_reference(host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat) -> None:
@@ -127,8 +147,8 @@ def gather(
     Args:
         host: uint8 [num_host_pages, page_bytes]; pinned CPU memory, or on the device of ``device``.
         device: uint8 [num_device_pages, page_bytes]; mutated. Padding bytes are not touched.
-        plan: what `resolve` wrote. A slot outside the host pool gives a zero row; a destination out of range
-            is skipped.
+        plan: what `resolve` wrote; one with an order as `arrange` gave it. A slot outside the host pool gives
+            a zero row; a destination out of range is skipped.
         fmt: byte layout of both pools.
         backend: see `backend.choose`.
 
@@ -140,7 +160,9 @@ def gather(
         check_pool(name, pool, fmt)
     check_tensor("plan.count", plan.count, torch.int32, (None,), device.device)
     check_tensor("plan.entries", plan.entries, torch.int32, (None, 2), device.device)
-    if not plan.entries.is_contiguous():
+    ordered = plan.entries if plan.order is None else plan.order.entries
+    check_tensor("plan.order.entries", ordered, torch.int32, tuple(plan.entries.shape), device.device)
+    if not plan.entries.is_contiguous() or not ordered.is_contiguous():
         raise ValueError("plan.entries must be contiguous; build it with CopyPlan.empty")
     if plan.entries.numel() == 0:
         return
@@ -148,7 +170,7 @@ def gather(
         gather_reference(host, device, plan, fmt)
         return
     check_reachable(host, device)
-    words = [size // WORD_BYTES for size in fmt.parts] + [0]
+    first, second = [size // WORD_BYTES for size in (*fmt.parts, 0)[:2]]
     overlap = can_overlap(device.device)
     launch(
         _gather_kernel,
@@ -157,6 +179,7 @@ def gather(
         host.view(torch.int64),
         device.view(torch.int64),
         plan.entries.view(torch.int64),
+        ordered.view(torch.int64),
         plan.count,
         plan.entries.shape[0],
         host.shape[0],
@@ -166,9 +189,11 @@ def gather(
         LONG_PLAN,
         copy_programs(device.device, plan.entries.shape[0], FEW_PROGRAMS),
         P=fmt.page_size,
-        FIRST=words[0],
-        SECOND=words[1],
-        BLOCK=power_of_two(words[0] + words[1]),
+        FIRST=first,
+        SECOND=second,
+        FIRST_BLOCK=power_of_two(first),
+        SECOND_BLOCK=power_of_two(second),
+        ORDERED=plan.order is not None,
         OVERLAP=overlap,
         num_warps=1,
         **({"launch_pdl": True} if overlap else {}),

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
-from hisparse_sgl.kernels.gather import check_pool, check_reachable, word_in_page
+from hisparse_sgl.kernels.gather import check_pool, check_reachable
 from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
+
+
+@jit
+def _word_in_page(index, word, P: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Word of a page that holds ``word`` of row ``index``; FIRST, SECOND: 8-byte words of the parts."""
+    return tl.where(word < FIRST, index * FIRST + word, P * FIRST + index * SECOND + word - FIRST)
 
 
 @jit
@@ -41,9 +47,9 @@ def _scatter_kernel(
         row = tl.where(copied, row, 0)
         slot = tl.where(copied, slot, 0)
         source = layer * device_layer_stride + (row // P) * device_stride
-        source += word_in_page(row % P, word, P, FIRST, SECOND)
+        source += _word_in_page(row % P, word, P, FIRST, SECOND)
         target = layer * host_layer_stride + (slot // P) * host_stride
-        target += word_in_page(slot % P, word, P, FIRST, SECOND)
+        target += _word_in_page(slot % P, word, P, FIRST, SECOND)
         in_row = word < tl.where(copied, FIRST + SECOND, 0)
         tl.store(host + target, tl.load(device + source, mask=in_row, other=0), mask=in_row)
         item += tl.num_programs(0)

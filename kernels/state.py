@@ -125,22 +125,56 @@ class HotState(NamedTuple):
             )
 
 
+BUCKETS = 128
+# Counters lie a cache line apart, or the atomics of all wait for a few slices of the cache.
+SPREAD = 32
+
+
+class PlanOrder(NamedTuple):
+    """A copy plan by host address, see `arrange`. ``entries`` int32 [capacity, 2]: those of the plan, one of
+    ``BUCKETS`` equal stretches of the host pool after the other. Zero between launches: ``bins`` int32
+    [2, BUCKETS, SPREAD], entries of a stretch and entries placed, and ``arrivals`` int32 [1]."""
+
+    entries: torch.Tensor
+    bins: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def empty(cls, capacity: int, device: Device = "cpu") -> PlanOrder:
+        """Room for a plan of that capacity."""
+        sizes = ((capacity, 2), (2, BUCKETS, SPREAD), 1)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError when a launch left something behind."""
+        left = int((self.bins != 0).sum()) + int((self.arrivals != 0).sum())
+        if left:
+            _fail(f"{left} counters of a plan's order are not zero between launches")
+
+
 @dataclass(frozen=True)
 class CopyPlan:
     """Rows to copy host to device. ``entries`` int32 [capacity, 2]: source slot (-1: write a zero row) and
     destination device row. ``count`` int32 [1]: entries in use; the rest is unspecified. ``starts`` and
-    ``counts`` int32 [max_batch]: the range of each batch row, in position order."""
+    ``counts`` int32 [max_batch]: the range of each batch row, in position order. ``order``: the entries of a
+    long plan in the order to copy them; None: as they are."""
 
     entries: torch.Tensor
     count: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
+    order: PlanOrder | None = None
 
     @classmethod
-    def empty(cls, capacity: int, max_batch: int, device: Device = "cpu") -> CopyPlan:
+    def empty(
+        cls, capacity: int, max_batch: int, device: Device = "cpu", *, ordered: bool = False
+    ) -> CopyPlan:
         """A plan of no copies. A batch needs a capacity of B * query_rows * top_k."""
         sizes = ((capacity, 2), 1, max_batch, max_batch)
-        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+        entries, count, starts, counts = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in sizes
+        )
+        return cls(entries, count, starts, counts, PlanOrder.empty(capacity, device) if ordered else None)
 
     def segment(self, batch_row: int) -> list[tuple[int, int]]:
         """The (slot, row) pairs of one batch row. Reads the device."""
@@ -162,6 +196,8 @@ class CopyPlan:
         rows = self.entries[:count, 1]
         if rows[rows >= 0].unique().numel() != int((rows >= 0).sum()):
             _fail(f"{count} plan entries write a device row twice")
+        if self.order is not None:
+            self.order.check_integrity()
 
 
 class Scratch(NamedTuple):
