@@ -28,6 +28,8 @@ def three_answers(drive: Script) -> Iterator[None]:
     while any(map(drive.is_live, rids)):
         used.append(check_reports(drive.scheduler))
         yield
+    while drive.scheduler.hisparse_coordinator.lifecycle.pages.flights:  # they hold pages that nobody wants
+        yield
     assert max(used) > 6 * PAGE, used
     assert check_reports(drive.scheduler) == 0
     assert drive.scheduler.tree_cache.evictable_size() > 0
