@@ -36,7 +36,6 @@ def adder_class(base: type) -> type:
             commits at once, so the device is asked first."""
             coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
             if not coordinator.has_room(req):
-                coordinator.counters.deferred_admissions += 1
                 return AddReqResult.OTHER
             result = super().add_one_req_ignore_eos(req)
             if self.can_run_list and self.can_run_list[-1] is req:
