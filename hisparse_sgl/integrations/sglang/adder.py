@@ -31,6 +31,13 @@ def adder_class(base: type) -> type:
             super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
             self.token_to_kv_pool_allocator.coordinator.admit(req)
 
+        def preempt_to_schedule(self, req: Any) -> bool:
+            """Not for a request that would then wait for device pages: its victims come back before it does,
+            and lose what they have computed in each step anew."""
+            req.init_next_round_input(self.tree_cache)
+            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
+            return coordinator.has_room(req) and super().preempt_to_schedule(req)
+
         def add_one_req_ignore_eos(self, req: Any) -> Any:
             """SGLang's other way in, for answers of fixed length where no prefix is shared: it selects and
             commits at once, so the device is asked first."""

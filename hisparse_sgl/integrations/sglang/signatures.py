@@ -185,5 +185,6 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "add_chunked_req": "self, req",
         "add_one_req": "self, req, has_chunked_req, truncation_align_size",
         "add_one_req_ignore_eos": "self, req",
+        "preempt_to_schedule": "self, req",
     },
 }
