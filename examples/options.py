@@ -26,7 +26,7 @@ class Shape:
 
 
 DSA = Shape()
-V4 = Shape(1024, tokens_per_row=4, page_sizes=(128, 256), page_size=128, hot_rows=32, device_pages=24)
+V4 = Shape(1024, tokens_per_row=4, page_sizes=(128, 256), page_size=128, hot_rows=32, device_pages=17)
 
 
 @dataclass(frozen=True)
