@@ -99,6 +99,8 @@ class HybridMemory(StockMemory):
         life, tree = self.lifecycle, self.scheduler.tree_cache
         self.coordinator.metrics()
         forwards.seen.update(asdict(self.coordinator.counters))
+        mismatches = self.coordinator.counters.audit_mismatches
+        assert not mismatches, f"the audit counts {mismatches} rows that differ from the host's"
         self.check(forwards)
         self.check_host(forwards)
         held = {

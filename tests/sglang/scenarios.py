@@ -46,7 +46,10 @@ SCENARIOS: dict[str, tuple[Settings, Load]] = {
         replace(TIGHT, copy_rate=0.02, core="python", tokens=24 * PAGE),
         CONVERSATIONS,
     ),
-    "preemption": (replace(TIGHT, priorities=True, max_requests=3, core="python", policy="lpm"), BUSY),
+    "preemption": (
+        replace(TIGHT, tokens=24 * PAGE, priorities=True, max_requests=3, core="python", policy="lpm"),
+        BUSY,
+    ),
     "retractions": (replace(TIGHT, retract_every=9, ratio=2), BUSY),
     "mirror page by page": (
         replace(TIGHT, failure_rate=0.1, hisparse=(("eager_host_mirror", False), ("max_spill_pages", 2))),
@@ -74,12 +77,14 @@ def random_engine(seed: int) -> tuple[Settings, Load]:
         radix=rng.random() < 0.95,
         hybrid=True,
         ratio=rng.choice((1, 2, 4)),
+        hot_rows=rng.choice((1, 2, 2, 4)) * PAGE,
         copy_rate=rng.choice((0.02, 0.1, 0.3, 0.8)),
         failure_rate=rng.choice((0.0, 0.0, 0.1)),
         hisparse=(
             ("eager_host_mirror", rng.random() < 0.7),
             ("max_spill_pages", rng.choice((None, 1, 3))),
             ("max_hot_requests", rng.choice((None, None, 1))),
+            ("audit_every", rng.choice((0, 0, 3))),
         ),
     )
     load = rng.choice((Load(), GROWING, BUSY, SHORT_ANSWERS, CONVERSATIONS))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from drive import Script
+from drive import Script, run
 from engine import PAGE
 from scenarios import HYBRID
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -111,3 +111,27 @@ def memory_ends(drive: Script) -> Iterator[None]:
 def test_the_last_request_that_is_given_up_leaves_nothing(overlap: bool) -> None:
     seen = Script(replace(HYBRID, tokens=20 * PAGE, overlap=overlap), memory_ends).run()
     assert seen["retractions"] == 3, seen
+
+
+def test_a_preemption_lets_in_the_request_it_is_for(monkeypatch: Patch) -> None:
+    """Or else the victims are computed again for nothing, and again in the next step."""
+
+    def preempt(self: Any, req: Any) -> bool:
+        done = real_preempt(self, req)
+        self.preempted_for = req if done else None
+        return done
+
+    def add(self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real_add(self, req, *args, **kwargs)
+        if getattr(self, "preempted_for", None) is req:
+            outcomes.append(req in self.can_run_list)
+        return result
+
+    ours: Any = adder_class(PrefillAdder)
+    real_preempt, real_add = ours.preempt_to_schedule, ours.add_one_req
+    monkeypatch.setattr(ours, "preempt_to_schedule", preempt)
+    monkeypatch.setattr(ours, "add_one_req", add)
+    outcomes: list[bool] = []
+    run("preemption", 7, 330)
+    assert outcomes
+    assert all(outcomes), f"{outcomes.count(False)} of {len(outcomes)} preemptions were for nothing"

@@ -9,29 +9,40 @@ from drive import run
 from scenarios import SCENARIOS
 
 STEPS = 330  # of traffic; a run ends up to 150 steps later
-SEED = 2
+SEEDS = range(4)  # tried in turn until a scenario has shown what it is for
 
-STOCK = ("as it is", "as it is, tight", "as it is, preemption")
+ALWAYS = ("decode rows read", "prefill rows read", "ended by length", "padded rows", "duplicates")
+TIGHT = ("hot_hits", "pages_restored", "pages_reused", "deferred_admissions", "aborts between chunks")
+WANTED = {
+    "all fits": ("detached_publications",),
+    "tight device": TIGHT,
+    "tight device, shared prefixes": TIGHT[:-1],
+    "tight device, python core, no overlap": TIGHT,
+    "tight host": ("hot_hits",),
+    "outgrown host": ("retractions", "hot_hits"),
+    "slow and failing copies": ("spill_failures", "detached_publications", "deferred_admissions"),
+    "slow copies, python core": ("detached_publications", "hot_hits"),
+    "preemption": ("retractions", "hot_hits"),
+    "retractions": ("retractions", "pages_restored"),
+    "mirror page by page": ("spill_failures", "hot_hits"),
+    "one hot region": ("hot_hits",),
+    "no prefix cache": ("hot_hits",),
+}
 
 
-def check_work(seen: Counter[str]) -> None:
-    wanted = ("decode rows read", "prefill rows read", "ended by length", "padded rows", "duplicates")
-    assert all(seen[name] for name in wanted), seen
-
-
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in WANTED])
 def test_sglang_as_it_is(name: str) -> None:
-    check_work(run(name, SEED, 150))
+    seen = run(name, SEEDS[0], 150)
+    assert all(seen[wanted] for wanted in ALWAYS), seen
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in STOCK])
+@pytest.mark.parametrize("name", WANTED)
 def test_sglang_with_the_plugin(name: str) -> None:
-    seen = run(name, SEED, STEPS)
-    check_work(seen)
-    assert seen["host rows read"] and seen["resident_rows"], seen
-    if name.startswith("tight device"):
-        assert seen["hot_hits"] and seen["pages_restored"] and seen["pages_reused"], seen
-    if name in ("retractions", "outgrown host", "preemption"):
-        assert seen["retractions"], seen
-    if "failing" in name:
-        assert seen["spill_failures"], seen
+    total = Counter[str]()
+    for seed in SEEDS:
+        seen = run(name, seed, STEPS)
+        assert seen["host rows read"] and seen["resident_rows"], seen
+        total += seen
+        if all(total[wanted] for wanted in ALWAYS + WANTED[name]):
+            return
+    raise AssertionError(f"{len(SEEDS)} runs have not shown all of {WANTED[name]}: {total}")

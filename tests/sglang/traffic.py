@@ -23,7 +23,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from texts import STOP, Text
 
-TENANTS = (None, None, "adapter-1")
+SALTED = "salt-1"  # a cache salt keeps it apart, an extra key the others
+TENANTS = (None, None, "adapter-1", SALTED)
 PRIORITIES = (0, 20, 40)  # farther apart than SGLang's threshold for preemption
 
 
@@ -148,7 +149,9 @@ class Traffic:
             client.too_long = True
         self.forwards.texts[rid] = client.text
         self.seen["requests"] += 1
-        params = SamplingParams(max_new_tokens=most, temperature=1.0, stop_token_ids={STOP})
+        params = SamplingParams(
+            max_new_tokens=most, temperature=1.0, stop_token_ids={STOP}, ignore_eos=rng.random() < 0.15
+        )
         params.normalize(None)
         return TokenizedGenerateReqInput(
             rid=rid,
@@ -163,7 +166,8 @@ class Traffic:
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=rng.random() < 0.5,
-            extra_key=tenant,
+            extra_key=None if tenant == SALTED else tenant,
+            cache_salt=tenant if tenant == SALTED else None,
             priority=rng.choice(PRIORITIES) if self.priorities else None,
         )
 
