@@ -107,6 +107,8 @@ class Lifecycle:
         Besides its own pages there must be room for the others to go on: a step of each and the next hot
         regions. Nothing of it is waited for.
         """
+        if self._over_window(prompt_tokens):
+            return False
         growing = any(not r.hot_pages for r in self.requests.values())
         room = len(self.requests) + self.sizes.hot_pages * (2 if growing else 1)
         new = self._num_pages(prompt_tokens) - len(prefix)
@@ -286,6 +288,12 @@ class Lifecycle:
     def _worth_waiting(self) -> int:
         """How many copies to wait for at most: those in flight, and one for each page not durable yet."""
         return len(self.pages.flights) + len(self.pages.to_spill) + len(self.pages.spill_ids)
+
+    def _over_window(self, prompt_tokens: int) -> bool:
+        """Too many prompt tokens are admitted and not prefilled; one prompt is always let in."""
+        window = self.config.admission_window
+        unsettled = sum(r.prompt_tokens for r in self.requests.values() if r.prefilling)
+        return window is not None and 0 < unsettled and unsettled + prompt_tokens > window
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
