@@ -89,9 +89,9 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
             self._insert(self.detached.popleft())
 
     def publish_retracted(self, req: Any, request: ServedRequest) -> None:
-        """Publish what is durable of a request that is taken back."""
+        """Publish what is durable of a request that is taken back, unless SGLang bars it from the tree."""
         self.open.pop(req.rid, None)
-        if not self.disable:
+        if not (self.disable or req.skip_radix_cache_insert):
             req.refresh_fill_ids()
             self._publish(req, request, self.lifecycle.num_durable(request))
 
