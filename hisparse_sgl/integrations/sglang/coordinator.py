@@ -310,13 +310,16 @@ class Coordinator:
         return snapshot(self.counters, self.lifecycle)
 
     def destroy(self) -> None:
-        """End all copies, then give the host memory back. The counts go to the log."""
-        if self.device_pool.buffer.is_cuda:
-            torch.cuda.synchronize(self.device_pool.buffer.device)
-        counters = [m for m in self.metrics(exact=True) if m.kind == "counter"]
-        counts = {m.name.removeprefix("hisparse:"): m.value for m in counters}
-        logger.info("hisparse_sgl served: %s", ", ".join(f"{k} {v}" for k, v in counts.items() if v))
-        self.host_pool.close()
+        """End all copies, log the counts, give the host memory back: this also where a broken GPU lets nothing
+        else be done."""
+        try:
+            if self.device_pool.buffer.is_cuda:
+                torch.cuda.synchronize(self.device_pool.buffer.device)
+            counters = [m for m in self.metrics(exact=True) if m.kind == "counter"]
+            counts = {m.name.removeprefix("hisparse:"): m.value for m in counters}
+            logger.info("hisparse_sgl served: %s", ", ".join(f"{k} {v}" for k, v in counts.items() if v))
+        finally:
+            self.host_pool.close()
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` on records that contradict each other. Reads the device."""
