@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.runtime_context import get_schedule
 
 if TYPE_CHECKING:
     from hisparse_sgl.integrations.sglang.coordinator import Coordinator
@@ -33,10 +34,19 @@ def adder_class(base: type) -> type:
 
         def preempt_to_schedule(self, req: Any) -> bool:
             """Not for a request that would then wait for device pages: its victims come back before it does,
-            and lose what they have computed in each step anew."""
+            and lose what they have computed in each step anew.
+
+            To ask for room gives others hot regions, so only one that has somebody to displace does."""
+            if not self._outranks_one(req):
+                return False
             req.init_next_round_input(self.tree_cache)
             coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
             return coordinator.has_room(req) and super().preempt_to_schedule(req)
+
+        def _outranks_one(self, req: Any) -> bool:
+            sign = -1 if get_schedule().schedule_low_priority_values_first else 1
+            least = self.priority_scheduling_preemption_threshold
+            return any(sign * (req.priority - other.priority) > least for other in self.running_batch.reqs)
 
         def add_one_req_ignore_eos(self, req: Any) -> Any:
             """SGLang's other way in, for answers of fixed length where no prefix is shared: it selects and
