@@ -14,11 +14,17 @@ def is_ours(coordinator: Any) -> bool:
 
 def init_model_worker(original: Callable[..., Any], scheduler: Any) -> Any:
     """The size of the pool is that of our allocator, whose tokens are the host's. SGLang takes it from the
-    device pool, and divides by it in statistics, load reports, event metrics and server info."""
+    device pool, and divides by it in statistics, load reports, event metrics and server info.
+
+    A prompt must fit the device as well. SGLang asks the allocator only where tokens are generated: an
+    embedding request that is too long would wait for ever, and all others behind it."""
     output = original(scheduler)
     runner = scheduler.tp_worker.model_runner
-    if is_ours(runner.hisparse_coordinator):
+    coordinator = runner.hisparse_coordinator
+    if is_ours(coordinator):
         scheduler.max_total_num_tokens = runner.token_to_kv_pool_allocator.size_full
+        longest = coordinator.lifecycle.longest_request
+        scheduler.max_req_input_len = min(scheduler.max_req_input_len, longest)
     return output
 
 
