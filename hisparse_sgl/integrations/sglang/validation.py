@@ -34,6 +34,12 @@ def _prefill_graph(cfg: Any) -> object | None:
     return None if backend in ("breakable", "disabled") else backend
 
 
+def _busy_check(cfg: Any) -> object | None:
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() or None
+
+
 # SGLang refuses more with --enable-hisparse: mixed chunks, DCP, KV sharding, unified memory, beam search.
 REFUSALS = (
     Refusal(
@@ -77,6 +83,11 @@ REFUSALS = (
     ),
     Refusal("--kv-canary", _other("kv_canary", "none"), "use audit_every of --hisparse-config"),
     Refusal("--page-size", _other("page_size", PAGE_SIZE), f"use {PAGE_SIZE}, or leave it out"),
+    Refusal(
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+        _busy_check,
+        "unset it: it takes pages that are promised or being copied for lost, and ends the server",
+    ),
 )
 
 
@@ -91,6 +102,11 @@ def validate_hisparse(original: Callable[[Any], None], server_args: Any) -> None
 
     cfg = hisparse_hook.resolving_view(server_args)
     if not cfg.enable_hisparse:
+        if cfg.radix_cache_backend == BACKEND:
+            raise ValueError(
+                f"--radix-cache-backend is {BACKEND}, the limit is a server with --enable-hisparse: pass "
+                "that flag alone, or neither"
+            )
         original(server_args)
         return
     targets.check()
