@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers import hisparse_coordinator as stock
 from sglang.srt.runtime_context import get_memory
 
-from hisparse_sgl.config import HiSparseConfig, Sizes, hot_requests_within
+from hisparse_sgl.config import MAX_CONTEXT, HiSparseConfig, Sizes, hot_requests_within
 from hisparse_sgl.integrations.sglang import prometheus, targets
 from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
@@ -99,7 +99,7 @@ class Coordinator:
             self.transfers,
             self.counters,
             extent_pages=extent_pages(row.page_bytes),
-            on_lease=self.device_pool.poison_pages if self.options.poison else None,
+            on_lease=self._poison if self.options.poison else None,
         )
         pool.attach(self.runtime.tables.resident_page, kernels)
         token_to_kv_pool_allocator.attach(self)
@@ -116,6 +116,7 @@ class Coordinator:
         self.tree: Any = None  # set by the tree, which is built last
         self.num_steps = 0
         self.deferred = False  # a request waits for device pages
+        self.forward_stream: Any = None  # where forwards run, if not on the current one
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
         self.launching: list[tuple[ServedRequest, int]] = []
@@ -126,7 +127,7 @@ class Coordinator:
         host_pages = allocator.size_full // pool.page_size + 1
         config = HiSparseConfig(
             top_k=top_k,
-            context_len=min(context, (host_pages - 1) * pool.page_size),
+            context_len=min(context, MAX_CONTEXT, (host_pages - 1) * pool.page_size),
             host_pages=host_pages,
             device_pages=pool.num_pages,
             device_buffer_size=device_buffer_size,
@@ -159,8 +160,13 @@ class Coordinator:
         prometheus.export(self, time.monotonic())
 
     def has_room(self, req: Any) -> bool:
-        """Whether a waiting request, whose prefix is locked, can be on the device as a whole."""
-        room = self.lifecycle.has_room(self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids))
+        """Whether a waiting request, whose prefix is locked, can be on the device as a whole.
+
+        Clients choose ids, and those of two tokenizers may be alike: the second request waits for the first.
+        """
+        room = req.rid not in self.lifecycle.requests and self.lifecycle.has_room(
+            self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids)
+        )
         if not room:
             self.deferred = True
             self.counters.deferred_admissions += 1
@@ -264,6 +270,7 @@ class Coordinator:
 
     def set_decode_producer_stream(self, stream: Any) -> None:
         """The stream of the forwards: every copy runs behind what it was given."""
+        self.forward_stream = stream
         self.transfers.run_behind(stream)
 
     def admit_request_into_staging(self, req: Any) -> None:
@@ -310,8 +317,8 @@ class Coordinator:
         return snapshot(self.counters, self.lifecycle)
 
     def destroy(self) -> None:
-        """End all copies, log the counts, give the host memory back: this also where a broken GPU lets nothing
-        else be done."""
+        """End all copies, log the counts, give the host memory back: that also where a broken GPU lets
+        nothing else be done."""
         try:
             if self.device_pool.buffer.is_cuda:
                 torch.cuda.synchronize(self.device_pool.buffer.device)
@@ -325,6 +332,13 @@ class Coordinator:
         """Raise ``RuntimeError`` on records that contradict each other. Reads the device."""
         self.lifecycle.check_integrity()
         self.runtime.check_integrity()
+
+    def _poison(self, device_pages: list[int]) -> None:
+        """Behind the forward in flight, which may still read what these pages held."""
+        buffer = self.device_pool.buffer
+        if buffer.is_cuda and self.forward_stream is not None:
+            torch.cuda.current_stream(buffer.device).wait_stream(self.forward_stream)
+        self.device_pool.poison_pages(device_pages)
 
     def _agree(self, counts: tuple[int, int]) -> tuple[int, int]:
         """The least of each count over the ranks that schedule alike (rule 8)."""
