@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sglang.srt.environ import envs
 from hisparse_sgl.config import MAX_CONTEXT
 from hisparse_sgl.integrations.sglang.coordinator import Coordinator
 from hisparse_sgl.integrations.sglang.options import Options
+from hisparse_sgl.integrations.sglang.validation import REFUSALS
 
 
 def two_requests_of_one_id(drive: Script) -> Iterator[None]:
@@ -77,19 +79,25 @@ def test_a_prompt_that_never_fits_the_device_is_refused_on_arrival() -> None:
 
 def test_a_context_beyond_the_kernels_is_served_up_to_their_limit() -> None:
     """SGLang's rows are a few tokens longer than the context of the model."""
+    assert config_of(context=1000).context_len == 1004
+    assert config_of(context=MAX_CONTEXT).context_len == MAX_CONTEXT
 
-    def config_of(context: int) -> Any:
-        coordinator: Any = object.__new__(Coordinator)
-        rows = torch.empty((3, context + 4), device="meta")
-        pool = type("Pool", (), {"page_size": PAGE, "num_pages": 40, "rows": torch.empty(0)})()
-        coordinator.mem_pool_device = pool
-        coordinator.token_to_kv_pool_allocator = type("Allocator", (), {"size_full": 2 * MAX_CONTEXT})()
-        coordinator.req_to_token_pool = type("Rows", (), {"req_to_token": rows})()
-        coordinator.options = Options(max_hot_requests=1)
-        return coordinator._config(48, 2 * PAGE, None)
 
-    assert config_of(1000).context_len == 1004
-    assert config_of(MAX_CONTEXT).context_len == MAX_CONTEXT
+def test_a_batch_may_be_padded_to_a_multiple_of_the_ranks() -> None:
+    """Some MoE backends need that; SGLang captures graphs of 8 rows then, though 4 requests run at most."""
+    assert [config_of(requests=4, ranks=ranks).max_requests for ranks in (1, 2, 8)] == [5, 6, 8]
+
+
+def config_of(context: int = 1000, requests: int = 4, ranks: int = 1) -> Any:
+    """The configuration that the coordinator makes of SGLang's sizes."""
+    coordinator: Any = object.__new__(Coordinator)
+    table = torch.empty((requests + 1, context + 4), device="meta")
+    coordinator.mem_pool_device = SimpleNamespace(page_size=PAGE, num_pages=40)
+    coordinator.token_to_kv_pool_allocator = SimpleNamespace(size_full=2 * MAX_CONTEXT)
+    coordinator.req_to_token_pool = SimpleNamespace(req_to_token=table)
+    coordinator.options = Options(max_hot_requests=1)
+    coordinator.tp_world_size = ranks
+    return coordinator._config(48, 2 * PAGE, None)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -128,3 +136,11 @@ def test_the_check_for_leaks_while_busy_is_refused(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match="SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY is 1"):
             validate(model, enable_hisparse=True)
         validate(model)
+
+
+def test_moe_backends_that_decode_as_they_prefill_are_refused() -> None:
+    (refusal,) = (refusal for refusal in REFUSALS if refusal.flag == "--moe-a2a-backend")
+    for backend, replicas, found in (("pplx", 2, "pplx"), ("pplx", 1, None), ("deepep_v2", 2, None)):
+        assert refusal.found(SimpleNamespace(moe_a2a_backend=backend, attn_dp_size=replicas)) == found
+    with envs.SGLANG_DEEPEP_V2_FORCE_MAX_LEN.override(True):
+        assert refusal.found(SimpleNamespace(moe_a2a_backend="deepep_v2", attn_dp_size=2)) == "deepep_v2"

@@ -90,7 +90,7 @@ def test_what_we_do_not_serve_is_refused_by_name(model: str, flag: str) -> None:
 
 
 def test_every_refusal_is_tried() -> None:
-    others = {"--page-size", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"}
+    others = {"--page-size", "--moe-a2a-backend", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY"}
     assert {refusal.flag for refusal in REFUSALS} == {*REFUSED, *others}
 
 

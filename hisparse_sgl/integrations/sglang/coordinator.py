@@ -125,13 +125,14 @@ class Coordinator:
         pool, allocator, options = self.mem_pool_device, self.token_to_kv_pool_allocator, self.options
         rows, context = self.req_to_token_pool.req_to_token.shape
         host_pages = allocator.size_full // pool.page_size + 1
+        ranks = self.tp_world_size
         config = HiSparseConfig(
             top_k=top_k,
             context_len=min(context, MAX_CONTEXT, (host_pages - 1) * pool.page_size),
             host_pages=host_pages,
             device_pages=pool.num_pages,
             device_buffer_size=device_buffer_size,
-            max_requests=rows,
+            max_requests=-(-rows // ranks) * ranks,  # SGLang may pad a batch to a multiple of its ranks
             max_hot_requests=options.max_hot_requests,
             eager_host_mirror=options.eager_host_mirror,
             max_spill_pages=options.max_spill_pages,

@@ -34,6 +34,16 @@ def _prefill_graph(cfg: Any) -> object | None:
     return None if backend in ("breakable", "disabled") else backend
 
 
+def _equal_lengths(cfg: Any) -> object | None:
+    """Backends with which a decode step runs as a prefill while another replica prefills: that reads all
+    pages of a request, and one with a hot region does not have them all."""
+    from sglang.srt.environ import envs
+
+    backend = cfg.moe_a2a_backend
+    forced = backend == "deepep_v2" and envs.SGLANG_DEEPEP_V2_FORCE_MAX_LEN.get()
+    return backend if cfg.attn_dp_size > 1 and (backend == "pplx" or forced) else None
+
+
 def _busy_check(cfg: Any) -> object | None:
     from sglang.srt.environ import envs
 
@@ -82,6 +92,11 @@ REFUSALS = (
         "leave it out: it takes device pages away while copies may still read them",
     ),
     Refusal("--kv-canary", _other("kv_canary", "none"), "use audit_every of --hisparse-config"),
+    Refusal(
+        "--moe-a2a-backend",
+        _equal_lengths,
+        "with --attn-dp-size use another, and leave SGLANG_DEEPEP_V2_FORCE_MAX_LEN unset",
+    ),
     Refusal("--page-size", _other("page_size", PAGE_SIZE), f"use {PAGE_SIZE}, or leave it out"),
     Refusal(
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
