@@ -34,6 +34,13 @@ def _prefill_graph(cfg: Any) -> object | None:
     return None if backend in ("breakable", "disabled") else backend
 
 
+def _decode_graph(cfg: Any) -> object | None:
+    """A layer that takes over a top-k waits for an event of its leader; a graph that is broken between the
+    two can not."""
+    backend = cfg.cuda_graph_config.decode.backend
+    return None if backend in ("full", "disabled") else backend
+
+
 def _equal_lengths(cfg: Any) -> object | None:
     """Backends with which a decode step runs as a prefill while another replica prefills: that reads all
     pages of a request, and one with a hot region does not have them all."""
@@ -83,6 +90,9 @@ REFUSALS = (
         "--cuda-graph-backend-prefill",
         _prefill_graph,
         "use breakable (SGLang's default) or disabled: both run attention outside the graph",
+    ),
+    Refusal(
+        "--cuda-graph-backend-decode", _decode_graph, "use full (SGLang's default), whose layers share events"
     ),
     Refusal("--enable-torch-compile", _set("enable_torch_compile")),
     Refusal("--enable-pdmux", _set("enable_pdmux")),
