@@ -78,9 +78,28 @@ class Coordinator:
         if shared_index_layers is not None and len(shared_index_layers) != pool.layer_num:
             shared_index_layers = None  # as SGLang does: layers counted otherwise than the model's
         layout = pool.layout(shared_index_layers)
-        self.config = config = self._config(top_k, device_buffer_size, layout)
-        sizes = Sizes.of(config, pool.page_size)
+        self.config = self._config(top_k, device_buffer_size, layout)
         self.counters = Counters()
+        self._open_pools(layout)
+        groups = layout.host_group.index_groups
+        self.group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self.leaders = set(layout.host_group.index_layers)
+        self.answers: dict[int, torch.Tensor] = {}
+        self.num_real_reqs = torch.zeros(1, dtype=torch.int32, device=pool.rows.device)
+        self.audit = Audit(self.options.audit_every, self.lifecycle, self.runtime)
+        self.kernel_stats = LaggedCounters(self.runtime.stats)
+        self.tree: Any = None  # set by the tree, which is built last
+        self.num_steps = 0
+        self.deferred = False  # a request waits for device pages
+        self.forward_stream: Any = None  # where forwards run, if not on the current one
+        self.scratch_rows: list[int] = []
+        self.decode_slots: list[int] = []
+        self.launching: list[tuple[ServedRequest, int]] = []
+
+    def _open_pools(self, layout: KVLayout) -> None:
+        """Host memory first, then what works on it and on SGLang's device pool."""
+        pool, config = self.mem_pool_device, self.config
+        sizes = Sizes.of(config, pool.page_size)
         self.device_pool = BorrowedDevicePool(pool, layout)
         on_gpu = self.device_pool.buffer.is_cuda
         _log_sizes(config, sizes, layout)
@@ -102,24 +121,7 @@ class Coordinator:
             on_lease=self._poison if self.options.poison else None,
         )
         pool.attach(self.runtime.tables.resident_page, kernels)
-        token_to_kv_pool_allocator.attach(self)
-        self.group_of = {
-            layer: index
-            for index, group in enumerate(layout.host_group.index_groups)
-            for layer in group.layers
-        }
-        self.leaders = set(layout.host_group.index_layers)
-        self.answers: dict[int, torch.Tensor] = {}
-        self.num_real_reqs = torch.zeros(1, dtype=torch.int32, device=pool.rows.device)
-        self.audit = Audit(self.options.audit_every, self.lifecycle, self.runtime)
-        self.kernel_stats = LaggedCounters(self.runtime.stats)
-        self.tree: Any = None  # set by the tree, which is built last
-        self.num_steps = 0
-        self.deferred = False  # a request waits for device pages
-        self.forward_stream: Any = None  # where forwards run, if not on the current one
-        self.scratch_rows: list[int] = []
-        self.decode_slots: list[int] = []
-        self.launching: list[tuple[ServedRequest, int]] = []
+        self.token_to_kv_pool_allocator.attach(self)
 
     def _config(self, top_k: int, device_buffer_size: int, layout: KVLayout) -> HiSparseConfig:
         pool, allocator, options = self.mem_pool_device, self.token_to_kv_pool_allocator, self.options

@@ -293,7 +293,7 @@ class Lifecycle:
         """Too many prompt tokens are admitted and not prefilled; one prompt is always let in."""
         window = self.config.admission_window
         unsettled = sum(r.prompt_tokens for r in self.requests.values() if r.prefilling)
-        return window is not None and 0 < unsettled and unsettled + prompt_tokens > window
+        return window is not None and unsettled > 0 and unsettled + prompt_tokens > window
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
