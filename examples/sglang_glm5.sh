@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GLM-5.3 with HiSparse and the radix cache: 8 x H200 (141 GB), 1.5 TiB of host memory, 24 requests of up to 128K tokens.
-# Run it in SGLang's environment after `pip install .` there. Further arguments are passed on to SGLang.
+# Computed, not run yet. Run it in SGLang's environment after `pip install .` there. Further arguments are passed on to SGLang.
 #
 # The flags are those of: hisparse-sgl config glm-5.3 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 24
 # Sizes of each GPU; indexer rows for every host slot lie on the device, in the 21 layers that run an indexer:

@@ -114,7 +114,7 @@ def main() -> int:
     )
     parser.add_argument("--model", help="folder of a DSA model to serve instead")
     parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--device-tokens", type=int, default=32768, help="size of the device pool")
+    parser.add_argument("--device-tokens", type=int, default=16384, help="size of the device pool")
     options = parser.parse_args()
     import torch
 

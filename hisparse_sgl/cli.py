@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             import_module(name)
         except ModuleNotFoundError:
-            return refuse(f"{name} is missing: pip install 'hisparse-sgl[tools]'")
+            return refuse(f"{name} is missing: pip install {name}, or '.[tools]' in the checkout")
     import typer
 
     command = typer.main.get_command(build_app())

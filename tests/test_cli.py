@@ -118,7 +118,8 @@ def test_a_missing_extra_names_the_fix(missing: str) -> None:
     hide = f"import sys; sys.modules[{missing!r}] = None; "
     done = run_python(hide + "from hisparse_sgl.cli import main; main(['plan', 'glm-5.3'])")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"hisparse-sgl: error: {missing} is missing: pip install 'hisparse-sgl[tools]'\n"
+    advice = f"pip install {missing}, or '.[tools]' in the checkout"
+    assert done.stderr == f"hisparse-sgl: error: {missing} is missing: {advice}\n"
 
 
 def test_a_plan_needs_no_torch() -> None:
