@@ -31,6 +31,7 @@ from hisparse_sgl.integrations.deepseek_v4_cache import (
     RequestState,
     Step,
 )
+from hisparse_sgl.integrations.transformers import check_pool
 from hisparse_sgl.kernels.rows import RowFormat
 from hisparse_sgl.mem_pool.layout import CacheGroup, IndexGroup, KVLayout, StateGroup
 from hisparse_sgl.pool import HiSparsePool
@@ -106,17 +107,7 @@ class PooledModel:
     """
 
     def __init__(self, model: PreTrainedModel, pool: HiSparsePool) -> None:
-        expected = layout_of(model.config, model.dtype, pool.layout.page_size)
-        if pool.layout != expected:
-            raise ValueError(
-                f"layout of the pool is {pool.layout}, but the model needs {expected}; "
-                "build it with layout_of(model.config, model.dtype, page_size)"
-            )
-        if pool.config.top_k != model.config.index_topk:
-            raise ValueError(
-                f"top_k of the pool is {pool.config.top_k}, but the model selects "
-                f"index_topk={model.config.index_topk} rows a query; give both the same value"
-            )
+        check_pool(pool, model, layout_of(model.config, model.dtype, pool.layout.page_size))
         self.model = model
         self.pool = pool
         self.states: dict[str, RequestState] = {}

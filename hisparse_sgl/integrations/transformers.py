@@ -201,6 +201,20 @@ def sparse_attention(
 AttentionInterface.register(IMPLEMENTATION, sparse_attention)
 
 
+def check_pool(pool: HiSparsePool, model: PreTrainedModel, needed: KVLayout) -> None:
+    """Raise ``ValueError`` unless the pool has the layout and the top-k of the model."""
+    if pool.layout != needed:
+        raise ValueError(
+            f"layout of the pool is {pool.layout}, but the model needs {needed}; "
+            "build it with layout_of(model.config, model.dtype, page_size)"
+        )
+    if pool.config.top_k != model.config.index_topk:
+        raise ValueError(
+            f"top_k of the pool is {pool.config.top_k}, but the model selects "
+            f"index_topk={model.config.index_topk} rows a query; give both the same value"
+        )
+
+
 class PooledModel:
     """A Hugging Face DSA model whose rows live in a `HiSparsePool`.
 
@@ -213,17 +227,7 @@ class PooledModel:
     """
 
     def __init__(self, model: PreTrainedModel, pool: HiSparsePool) -> None:
-        expected = layout_of(model.config, model.dtype, pool.layout.page_size)
-        if pool.layout != expected:
-            raise ValueError(
-                f"layout of the pool is {pool.layout}, but the model needs {expected}; "
-                "build it with layout_of(model.config, model.dtype, page_size)"
-            )
-        if pool.config.top_k != model.config.index_topk:
-            raise ValueError(
-                f"top_k of the pool is {pool.config.top_k}, but the model selects "
-                f"index_topk={model.config.index_topk} rows a query; give both the same value"
-            )
+        check_pool(pool, model, layout_of(model.config, model.dtype, pool.layout.page_size))
         self.model = model
         self.pool = pool
         self.leaders = {layer: group.leader for group in index_groups(model.config) for layer in group.layers}

@@ -26,7 +26,7 @@ def run(name: str, seed: int, steps: int) -> Counter[str]:
     except BaseException:
         print(f"step {drive.num_steps}, {settings}, {load}, {dict(drive.seen)}")
         command = f"--scenario {name!r} --seed {seed} --steps {steps} --runs 1"
-        print(f"Reproduce: python tests/sglang/soak.py {command}")
+        print(f"Reproduce: python tests/sglang/soak_scheduler.py {command}")
         raise
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ranks import run_ranks
+from two_ranks import run_ranks
 
 SCENARIO = "slow and failing copies"  # none fails here: that is no matter of time
 SEED = 1

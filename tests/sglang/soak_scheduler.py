@@ -1,6 +1,6 @@
 """Random engines and traffic through SGLang's scheduler for as long as you like:
 
-    python tests/sglang/soak.py --runs 1000 --seed 0
+    python tests/sglang/soak_scheduler.py --runs 1000 --seed 0
 
 Each run has an engine and a seed of its own, so a fault is reproduced alone: the command is printed, and the
 exit status is 1. ``--scenario`` picks a named engine instead.
