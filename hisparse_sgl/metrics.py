@@ -53,6 +53,11 @@ class Counters:
     detached_publications: int = 0
     audit_mismatches: int = 0
 
+    def fill(self, leases: DeviceLeases) -> None:
+        """Set the counts that the leases of device pages keep themselves."""
+        self.pages_unpinned, self.pages_reused = leases.unpinned, leases.reused
+        self.pages_adopted = leases.adopted
+
     @property
     def hot_misses(self) -> int:
         return self.hot_lookups - self.hot_hits

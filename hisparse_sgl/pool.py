@@ -313,11 +313,9 @@ class HiSparsePool:
     def counters(self) -> Counters:
         """Counts so far. Reads the device."""
         self._check_open()
-        counters, leases = self._counters, self.coordinator.leases
-        self.runtime.fill(counters)
-        counters.pages_unpinned, counters.pages_reused = leases.unpinned, leases.reused
-        counters.pages_adopted = leases.adopted
-        return counters
+        self.runtime.fill(self._counters)
+        self._counters.fill(self.coordinator.leases)
+        return self._counters
 
     @property
     def peak_device_pages(self) -> int:

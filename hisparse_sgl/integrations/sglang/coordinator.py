@@ -314,9 +314,7 @@ class Coordinator:
         """All series of docs/metrics.md; without ``exact`` the kernels' counts are those of the last landed
         read, and the GPU is not waited for."""
         self.runtime.fill(self.counters, None if exact else self.kernel_stats.read())
-        leases = self.lifecycle.leases
-        self.counters.pages_unpinned, self.counters.pages_reused = leases.unpinned, leases.reused
-        self.counters.pages_adopted = leases.adopted
+        self.counters.fill(self.lifecycle.leases)
         return snapshot(self.counters, self.lifecycle)
 
     def destroy(self) -> None:
