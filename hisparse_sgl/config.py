@@ -42,8 +42,6 @@ class HiSparseConfig:
             always let in. None sets no limit besides the device pool.
         eviction_policy: which unlocked prefix leaves the tree first, "lru" or "lfu".
         kernels: "auto" picks by device; "triton", "reference" and "interpreter" force one backend.
-        arrange_plans: copy the rows of large batches in the order of their host addresses. Off until its
-            tests have passed on a GPU; an H200 ran a prototype 1.4 to 1.6 times as fast at batch 64.
         kv_events: record stored / removed / cleared events.
         poison: fill each device page with 0xFF bytes (NaN in every float format) when it is handed
             out, so that a read of bytes nobody wrote is seen. For tests and demonstrations.
@@ -62,7 +60,6 @@ class HiSparseConfig:
     admission_window: int | None = None
     eviction_policy: str = "lru"
     kernels: str = "auto"
-    arrange_plans: bool = False
     kv_events: bool = False
     poison: bool = False
 
@@ -81,7 +78,7 @@ class HiSparseConfig:
         _check_choice("kernels", self.kernels, KERNELS)
         for field in ("host_pages", "device_pages"):
             _check_whole(field, getattr(self, field), 2)
-        for field in ("eager_host_mirror", "arrange_plans", "kv_events", "poison"):
+        for field in ("eager_host_mirror", "kv_events", "poison"):
             _check_choice(field, getattr(self, field), (True, False))
 
 

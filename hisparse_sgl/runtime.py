@@ -66,7 +66,7 @@ class Runtime:
         self.hot = HotState.empty(sizes.hot_regions, sizes.hot_rows, context, where, groups=count)
         self.scratch = Scratch.empty(requests, context, sizes.hot_rows, where)
         self.plans = [
-            CopyPlan.empty(queries * config.top_k, requests, where, ordered=config.arrange_plans)
+            CopyPlan.empty(queries * config.top_k, requests, where, ordered=where.type == "cuda")
             for _ in range(kept)
         ]
         self.plan_readers = [
@@ -215,12 +215,13 @@ class Runtime:
         self.copy_stream.wait_stream(torch.cuda.current_stream(self.where))
         with torch.cuda.stream(self.copy_stream):
             for layer in followers:
-                self._gather(layer, plan)
+                self._gather(layer, plan, beside=True)
                 self.ready[layer] = torch.cuda.Event()
                 self.ready[layer].record(self.copy_stream)
 
-    def _gather(self, layer: int, plan: CopyPlan) -> None:
-        gather(self.host.buffer[layer], self.device.buffer[layer], plan, self.row, backend=self.backend)
+    def _gather(self, layer: int, plan: CopyPlan, *, beside: bool = False) -> None:
+        host, device = self.host.buffer[layer], self.device.buffer[layer]
+        gather(host, device, plan, self.row, beside=beside, backend=self.backend)
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` on damaged tables or hot state. Reads the device."""

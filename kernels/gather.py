@@ -24,6 +24,10 @@ from hisparse_sgl.kernels.state import CopyPlan
 # translation thrash (measured on an H200).
 PROGRAMS = 8
 FEW_PROGRAMS = 2
+# Beside other kernels: a matrix product cannot use a multiprocessor on which even one warp copies, so there
+# are few programs, each with several rows in flight (docs/kernels.md).
+BESIDE_PROGRAMS = 16
+BESIDE_ROWS = 8
 
 
 @jit
@@ -37,11 +41,12 @@ def _copy_part(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy ``WORDS`` 8-byte words from ``source`` to ``target``; zeros where the row cannot be read."""
-    word = tl.arange(0, BLOCK)
-    in_row = word < tl.where(readable & writable, WORDS, 0)
-    data = tl.load(host + source + word, mask=in_row, other=0)
-    tl.store(device + target + word, data, mask=word < tl.where(writable, WORDS, 0))
+    """Copy ``WORDS`` 8-byte words from each ``source`` to its ``target``, all [ROWS]; zeros for a row that
+    cannot be read."""
+    word = tl.arange(0, BLOCK)[None, :]
+    in_row = word < tl.where(readable & writable, WORDS, 0)[:, None]
+    data = tl.load(host + source[:, None] + word, mask=in_row, other=0)
+    tl.store(device + target[:, None] + word, data, mask=word < tl.where(writable, WORDS, 0)[:, None])
 
 
 @jit
@@ -63,31 +68,34 @@ def _gather_kernel(
     SECOND: tl.constexpr,
     FIRST_BLOCK: tl.constexpr,
     SECOND_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     ORDERED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    entry = tl.program_id(0)
+    entry = tl.program_id(0) * ROWS
+    lane = tl.arange(0, ROWS)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.load(entries + tl.minimum(entry, capacity - 1))
+    pair = tl.load(entries + tl.minimum(entry + lane, capacity - 1))
     stop = tl.minimum(tl.load(count), capacity)
     is_long = stop > long_plan
     if ORDERED:
         # Not loaded instead of the one above: that would wait for the count.
-        pair = tl.where(is_long, tl.load(ordered + tl.minimum(entry, capacity - 1)), pair)
+        pair = tl.where(is_long, tl.load(ordered + tl.minimum(entry + lane, capacity - 1)), pair)
         entries = tl.where(is_long, ordered, entries)
     programs = tl.num_programs(0)
     programs = tl.where(is_long, tl.minimum(programs, few), programs)
-    stop = tl.where(entry < programs, stop, 0)
+    stop = tl.where(tl.program_id(0) < programs, stop, 0)
     while entry < stop:
         slot = (pair << 32) >> 32
         row = pair >> 32
-        entry += programs
-        # The next entry is read while this row is on its way.
-        pair = tl.load(entries + tl.minimum(entry, capacity - 1))
+        planned = entry + lane < stop
+        entry += programs * ROWS
+        # The next entries are read while these rows are on their way.
+        pair = tl.load(entries + tl.minimum(entry + lane, capacity - 1))
         readable = (slot >= 0) & (slot < host_pages * P)
-        writable = (row >= 0) & (row < device_pages * P)
+        writable = planned & (row >= 0) & (row < device_pages * P)
         slot = tl.where(readable, slot, 0)
         row = tl.where(writable, row, 0)
         source = (slot // P) * host_stride
@@ -139,7 +147,13 @@ def check_reachable(host: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def gather(
-    host: torch.Tensor, device: torch.Tensor, plan: CopyPlan, fmt: RowFormat, *, backend: str | None = None
+    host: torch.Tensor,
+    device: torch.Tensor,
+    plan: CopyPlan,
+    fmt: RowFormat,
+    *,
+    beside: bool = False,
+    backend: str | None = None,
 ) -> None:
     """Copy the rows of ``plan`` from ``host`` to ``device``. The same call with another layer's tensors
     replays it.
@@ -150,6 +164,7 @@ def gather(
         plan: what `resolve` wrote; one with an order as `arrange` gave it. A slot outside the host pool gives
             a zero row; a destination out of range is skipped.
         fmt: byte layout of both pools.
+        beside: other kernels run at the same time: copy with few multiprocessors, at nearly the same rate.
         backend: see `backend.choose`.
 
     Raises:
@@ -172,29 +187,32 @@ def gather(
     check_reachable(host, device)
     first, second = [size // WORD_BYTES for size in (*fmt.parts, 0)[:2]]
     overlap = can_overlap(device.device)
+    capacity = plan.entries.shape[0]
+    most = copy_programs(device.device, capacity, PROGRAMS)
     launch(
         _gather_kernel,
-        (copy_programs(device.device, plan.entries.shape[0], PROGRAMS),),
+        (min(most, BESIDE_PROGRAMS) if beside else most,),
         device.device,
         host.view(torch.int64),
         device.view(torch.int64),
         plan.entries.view(torch.int64),
         ordered.view(torch.int64),
         plan.count,
-        plan.entries.shape[0],
+        capacity,
         host.shape[0],
         device.shape[0],
         host.stride(0) // WORD_BYTES,
         device.stride(0) // WORD_BYTES,
         LONG_PLAN,
-        copy_programs(device.device, plan.entries.shape[0], FEW_PROGRAMS),
+        copy_programs(device.device, capacity, FEW_PROGRAMS),
         P=fmt.page_size,
         FIRST=first,
         SECOND=second,
         FIRST_BLOCK=power_of_two(first),
         SECOND_BLOCK=power_of_two(second),
+        ROWS=BESIDE_ROWS if beside else 1,
         ORDERED=plan.order is not None,
         OVERLAP=overlap,
-        num_warps=1,
+        num_warps=BESIDE_ROWS if beside else 1,
         **({"launch_pdl": True} if overlap else {}),
     )

@@ -107,9 +107,9 @@ def _drop_one_row(pool: HiSparsePool) -> None:
 def _skip_a_follower(pool: HiSparsePool) -> None:
     gather = pool.runtime._gather
 
-    def spoiled(layer: int, plan: Any) -> None:
+    def spoiled(layer: int, plan: Any, **options: Any) -> None:
         if layer != 3:
-            gather(layer, plan)
+            gather(layer, plan, **options)
 
     pool.runtime._gather = spoiled  # type: ignore[method-assign]
 

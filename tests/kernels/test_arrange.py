@@ -85,9 +85,12 @@ def test_a_short_plan_and_a_small_batch_are_left_alone(wanted: str) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("count", [100, 101, 290])
 @pytest.mark.parametrize("parts", [(656,), (1152,), (576, 8)])
-def test_gather_copies_the_same_by_an_arranged_plan(parts: tuple[int, ...], count: int, wanted: str) -> None:
+def test_gather_copies_the_same_by_an_arranged_plan(
+    parts: tuple[int, ...], count: int, beside: bool, wanted: str
+) -> None:
     fmt = RowFormat.make(parts, 16, align=576 if len(parts) > 1 else 1)
     host = torch.randint(0, 256, (40, fmt.page_bytes), dtype=torch.uint8)
     plan = make_plan(count, wanted, capacity=320, num_slots=40 * 16)
@@ -98,7 +101,8 @@ def test_gather_copies_the_same_by_an_arranged_plan(parts: tuple[int, ...], coun
     arranged = arrange(plan, most=320, num_slots=40 * 16, backend=wanted)
     if count > 100:  # a long plan is copied by its order alone
         plan.entries.fill_(-1)
-    gather(host.pin_memory() if wanted == "triton" else host, pool, arranged, fmt, backend=wanted)
+    source = host.pin_memory() if wanted == "triton" else host
+    gather(source, pool, arranged, fmt, beside=beside, backend=wanted)
     assert torch.equal(pool.cpu(), expected)
 
 

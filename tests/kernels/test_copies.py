@@ -66,8 +66,9 @@ def gathered(
 
 
 @implementations
+@pytest.mark.parametrize("beside", [False, True])
 @formats
-def test_gather_copies_exactly_the_planned_rows(fmt: RowFormat, wanted: str) -> None:
+def test_gather_copies_exactly_the_planned_rows(fmt: RowFormat, beside: bool, wanted: str) -> None:
     torch.manual_seed(0)
     device = device_of(wanted)
     host, pool = random_pool(7, fmt.page_bytes), random_pool(5, fmt.page_bytes)
@@ -80,7 +81,7 @@ def test_gather_copies_exactly_the_planned_rows(fmt: RowFormat, wanted: str) -> 
     expected = gathered(host, pool, entries, fmt)
     source = host.pin_memory() if device == "cuda" else host
     target = pool.to(device)
-    gather(source, target, make_plan(entries, device), fmt, backend=wanted)
+    gather(source, target, make_plan(entries, device), fmt, beside=beside, backend=wanted)
     assert torch.equal(target.cpu(), expected)
 
 
@@ -104,7 +105,7 @@ def test_followers_replay_the_plan_on_layer_views(wanted: str) -> None:
     entries = [(5, 70), (64, 3), (250, 130)]
     plan = make_plan(entries, device)
     for layer in range(2):
-        gather(host.to(device)[layer, ::2], pool[layer], plan, fmt, backend=wanted)
+        gather(host.to(device)[layer, ::2], pool[layer], plan, fmt, beside=layer > 0, backend=wanted)
         blank = torch.zeros(3, fmt.page_bytes, dtype=torch.uint8)
         assert torch.equal(pool[layer].cpu(), gathered(host[layer, ::2].contiguous(), blank, entries, fmt))
 
