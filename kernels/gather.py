@@ -24,8 +24,8 @@ from hisparse_sgl.kernels.state import CopyPlan
 # translation thrash (measured on an H200).
 PROGRAMS = 8
 FEW_PROGRAMS = 2
-# Beside other kernels: a matrix product cannot use a multiprocessor on which even one warp copies, so there
-# are few programs, each with several rows in flight (docs/kernels.md).
+# Beside other kernels: a multiprocessor on which even one warp copies is lost to a large matrix product, so
+# there are few programs, each with several rows in flight (measured, docs/kernels.md).
 BESIDE_PROGRAMS = 16
 BESIDE_ROWS = 8
 
