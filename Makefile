@@ -33,7 +33,7 @@ demo: $(STAMP)
 	$(RUN) examples/serve_deepseek_v4.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
