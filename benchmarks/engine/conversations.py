@@ -1,0 +1,163 @@
+"""Multi-turn load: conversations over one shared prefix, several at a time, engines in turn.
+
+Each of 32 conversations has 6 turns. A turn appends 2,000 new tokens to all that was said and is answered
+with 64. Concurrency bounds the requests in flight; conversations advance turn by turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.engine.answers import counts_of, prompt
+from benchmarks.engine.client import Answer, Client
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the load; lengths in tokens."""
+
+    conversations: int = 32
+    turns: int = 6
+    shared: int = 16_384
+    turn: int = 2_000
+    answer: int = 64
+
+
+async def converse(client: Client, shape: Shape, concurrency: int, seed: int) -> dict[str, Any]:
+    """One run, which begins with an empty cache and an uncounted request for the shared prefix."""
+    rng = Random(seed)
+    shared = prompt(rng, shape.shared)
+    await client.flush()
+    await client.generate(shared, 1)
+    slots = asyncio.Semaphore(concurrency)
+    answers: list[Answer] = []
+
+    async def conversation(own: Random) -> None:
+        history = list(shared)
+        for _ in range(shape.turns):
+            history += prompt(own, shape.turn)
+            async with slots:
+                answer = await client.generate(history, shape.answer)
+            history += answer.tokens
+            answers.append(answer)
+
+    start = time.perf_counter()
+    await asyncio.gather(*(conversation(Random(rng.random())) for _ in range(shape.conversations)))
+    return figures(answers, time.perf_counter() - start, shape)
+
+
+def figures(answers: Sequence[Answer], seconds: float, shape: Shape) -> dict[str, Any]:
+    """Milliseconds, tokens a second, and the share of prompt tokens that were cached."""
+    ttft = [answer.ttft * 1e3 for answer in answers]
+    gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
+    asked = sum(
+        shape.shared + turn * shape.turn + (turn - 1) * shape.answer for turn in range(1, shape.turns + 1)
+    )
+    return {
+        "ttft_p50": quantile(ttft, 0.5),
+        "ttft_p95": quantile(ttft, 0.95),
+        "itl_p50": quantile(gaps, 0.5),
+        "itl_p95": quantile(gaps, 0.95),
+        "tokens_per_second": sum(len(answer.tokens) for answer in answers) / seconds,
+        "cached_share": sum(answer.cached for answer in answers) / (asked * shape.conversations),
+        "seconds": seconds,
+        "requests": len(answers),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
+
+
+async def alternate(
+    servers: dict[str, str],
+    ours: Sequence[str],
+    file: Path,
+    rounds: int,
+    concurrencies: Sequence[int],
+    budget: float,
+    shape: Shape = Shape(),
+    about: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Runs over all engines in turn; each is appended to ``file`` as a JSON line when it is over.
+
+    Args:
+        servers: URL of each engine, all of them up; one at a time is asked.
+        ours: those that have the plugin's metrics.
+        budget: seconds after which no run is started.
+        about: added to every line.
+    """
+    end, lines, before = time.perf_counter() + budget, [], dict[str, dict[str, float]]()
+    for round_ in range(rounds):
+        for concurrency in concurrencies:
+            for engine, url in servers.items():
+                if time.perf_counter() > end:
+                    return lines
+                async with Client(url) as client:
+                    run = await converse(client, shape, concurrency, seed=1000 * round_ + concurrency)
+                    line = {"engine": engine, "concurrency": concurrency, "round": round_, **run}
+                    if engine in ours:
+                        counts = counts_of(await client.metrics())
+                        last = before.get(engine, {})
+                        line["counts"] = {k: v - last.get(k, 0.0) for k, v in counts.items()}
+                        before[engine] = counts
+                lines.append(line | (about or {}))
+                with file.open("a") as out:
+                    out.write(json.dumps(lines[-1]) + "\n")
+    return lines
+
+
+FIGURES = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "tokens_per_second", "cached_share")
+
+
+def medians(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of the rounds, by engine and concurrency."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault((line["engine"], line["concurrency"]), []).append(line)
+    return {
+        key: {name: statistics.median(run[name] for run in runs) for name in FIGURES} | {"runs": len(runs)}
+        for key, runs in groups.items()
+    }
+
+
+def verdicts(found: dict[tuple[str, int], dict[str, float]]) -> list[str]:
+    """The figures aimed at, where the engines that they need were run."""
+
+    def ratio(name: str, one: tuple[str, int], two: tuple[str, int]) -> float | None:
+        return found[one][name] / found[two][name] if one in found and two in found else None
+
+    lines = []
+    for concurrency in sorted({key[1] for key in found}):
+        roomy, none, stock = ((engine, concurrency) for engine in ("roomy", "roomy_none", "roomy_stock"))
+        quarter, quarter_none = ("quarter", concurrency), ("quarter_none", concurrency)
+        checks = [
+            ("ITL p50 / no HiSparse", ratio("itl_p50", roomy, none), 1.03 if concurrency == 4 else None, -1),
+            ("TTFT p50 / SGLang's HiSparse", ratio("ttft_p50", roomy, stock), 1 / 3, -1),
+            ("tokens/s / no HiSparse, quarter", ratio("tokens_per_second", quarter, quarter_none), 1.3, 1),
+        ]
+        for name, value, limit, sign in checks:
+            if value is not None:
+                holds = limit is None or sign * value >= sign * limit
+                aim = "" if limit is None else f", {'at least' if sign > 0 else 'at most'} {limit:.2f}"
+                lines.append(f"{'ok    ' if holds else 'BROKEN'} {concurrency}: {name} {value:.3f}{aim}")
+    return lines
+
+
+def show(found: dict[tuple[str, int], dict[str, float]]) -> list[str]:
+    """A plain table: milliseconds, tokens a second, share of cached tokens."""
+    lines = [f"{'engine':14} {'conc':>4} {'runs':>4}" + "".join(f"{name[:10]:>11}" for name in FIGURES)]
+    for (engine, concurrency), values in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
+        cells = "".join(f"{values[name]:11.2f}" for name in FIGURES)
+        lines.append(f"{engine:14} {concurrency:4} {int(values['runs']):4}{cells}")
+    return lines
