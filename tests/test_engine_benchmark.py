@@ -386,7 +386,7 @@ def test_runs_alternate_and_are_written_at_once(tmp_path: Path) -> None:
 
 def test_no_run_starts_after_the_budget(tmp_path: Path) -> None:
     async def work(url: str) -> list[dict[str, Any]]:
-        return await conversations.alternate({"a": url}, [], tmp_path / "x", 1, (2,), -1.0, SHAPE)
+        return await conversations.alternate({"roomy": url}, [], tmp_path / "x", 1, (2,), -1.0, SHAPE)
 
     assert with_fake(Fake(), work) == []
 

@@ -42,6 +42,7 @@ async def run_matrix(args: argparse.Namespace) -> int:
         lambda job, port: matrix.run_job(job, port, args.out, args.limit),
         lambda line: print(line, flush=True),
         stagger=args.stagger,
+        port=args.port,
     )
     return summary(args.out, failures, brief=True)
 
@@ -74,7 +75,7 @@ async def run_answers(args: argparse.Namespace) -> int:
             await asyncio.sleep(0.2)
 
     report = lambda line: print(line, flush=True)  # noqa: E731
-    failures = await matrix.queue(jobs, len(jobs), args.budget_seconds, run, report)
+    failures = await matrix.queue(jobs, len(jobs), args.budget_seconds, run, report, port=args.port)
     return summary(args.out, failures, brief=False)
 
 
@@ -104,7 +105,7 @@ async def stop_all(servers: list[Server]) -> None:
 
 
 def build_servers(args: argparse.Namespace) -> list[Server]:
-    return [Server(launch, BASE_PORT + i, args.out / "logs") for i, launch in enumerate(launches(args))]
+    return [Server(launch, args.port + i, args.out / "logs") for i, launch in enumerate(launches(args))]
 
 
 async def run_conversations(args: argparse.Namespace) -> int:
@@ -132,8 +133,9 @@ async def run_conversations(args: argparse.Namespace) -> int:
     finally:
         await stop_all(servers)
     found = conversations.medians(lines)
-    print("\n".join([*conversations.show(found), *conversations.verdicts(found), *trouble[:5]]))
-    return 1 if trouble else 0
+    verdicts = conversations.verdicts(found)
+    print("\n".join([*conversations.show(found), *verdicts, *trouble[:5]]))
+    return 1 if trouble or any(line.startswith("BROKEN") for line in verdicts) else 0
 
 
 async def run_soak(args: argparse.Namespace) -> int:
@@ -183,6 +185,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         )
         one.add_argument("--limit", type=float, default=420, help="seconds that one server may take")
         one.add_argument("--budget-seconds", type=float, default=540, help="start nothing after this time")
+        one.add_argument("--port", type=int, default=BASE_PORT, help="first of the servers' ports")
         one.add_argument("--audit-every", type=int, default=20, help="byte audit every so many steps")
         if engines is not None:
             one.add_argument("--model", type=Path, required=True, help="folder of a DSA checkpoint")

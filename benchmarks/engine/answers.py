@@ -172,7 +172,7 @@ async def ask_server(
         part: ``equal`` or ``timed``.
         faults: folder of the toggle with which the server was started, or None.
     """
-    async with Client(server.url) as client:
+    async with Client(server.url, server.launch.kind.caches) as client:
         asked = Asked(client, server.launch.kind.plugin, scale)
         await client.generate(prompt(Random(9), 256 // scale), 4)  # kernels that compile at their first use
         if part == "timed":

@@ -52,10 +52,16 @@ class Answer:
 
 
 class Client:
-    """Requests to one server. ``async with Client(url) as client``."""
+    """Requests to one server. ``async with Client(url) as client``.
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
+    Args:
+        caches: the server has a prefix cache; without one ``flush`` does nothing.
+        timeout: seconds of one request.
+    """
+
+    def __init__(self, url: str, caches: bool = True, timeout: float = 600.0) -> None:
         self.url = url
+        self.caches = caches
         self.timeout = aiohttp.ClientTimeout(total=timeout)
 
     async def __aenter__(self) -> Client:
@@ -90,9 +96,10 @@ class Client:
         }
         if rid is not None:
             body["rid"] = rid
+        payload, headers = json.dumps(body), {"Content-Type": "application/json"}
         answer, start = Answer(), time.perf_counter()
         try:
-            async with self.session.post("/generate", json=body) as response:
+            async with self.session.post("/generate", data=payload, headers=headers) as response:
                 if response.status != 200:
                     raise RuntimeError(
                         f"/generate answers {response.status}: {(await response.text())[:300]}"
@@ -115,6 +122,8 @@ class Client:
 
     async def flush(self, patience: float = 30.0) -> None:
         """Empty the prefix cache. Waits for requests that still run."""
+        if not self.caches:
+            return
         async with self.session.post("/flush_cache", params={"timeout": str(patience)}) as response:
             if response.status != 200:
                 raise RuntimeError(f"/flush_cache answers {response.status}: {await response.text()}")

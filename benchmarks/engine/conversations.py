@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.engine.answers import counts_of, prompt
 from benchmarks.engine.client import Answer, Client
+from benchmarks.engine.settings import ENGINES
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ async def alternate(
             for engine, url in servers.items():
                 if time.perf_counter() > end:
                     return lines
-                async with Client(url) as client:
+                async with Client(url, ENGINES[engine].caches) as client:
                     run = await converse(client, shape, concurrency, seed=1000 * round_ + concurrency)
                     line = {"engine": engine, "concurrency": concurrency, "round": round_, **run}
                     if engine in ours:

@@ -82,6 +82,7 @@ async def queue(
     run: Callable[[Job, int], Awaitable[Any]],
     report: Callable[[str], None],
     stagger: float = 0.0,
+    port: int = BASE_PORT,
 ) -> list[str]:
     """Run all jobs, ``at_once`` at a time, in order; answers what went wrong.
 
@@ -90,6 +91,7 @@ async def queue(
         run: runs one job at a port that no other job has.
         report: called with one line a job.
         stagger: seconds between the first starts.
+        port: of the first job; the others have those above.
     """
     end = time.perf_counter() + budget
     waiting = list(enumerate(jobs))
@@ -104,7 +106,7 @@ async def queue(
                 continue
             begin = time.perf_counter()
             try:
-                await run(job, BASE_PORT + index)
+                await run(job, port + index)
                 report(f"{job.launch.name}: {time.perf_counter() - begin:.0f} s")
             except Exception as error:
                 what = str(error) or type(error).__name__

@@ -54,6 +54,7 @@ class Server:
         self.command = command or [sys.executable, "-m", "sglang.launch_server"]
         self.process: subprocess.Popen[bytes] | None = None
         self.seconds_to_start = 0.0
+        self.first_line = 1  # of the log, behind the command and what the start had to say
 
     @property
     def url(self) -> str:
@@ -90,13 +91,14 @@ class Server:
                     raise ServerDied(f"{self.launch.name} {what}:\n{self.tail()}")
                 await asyncio.sleep(0.25)
         self.seconds_to_start = time.perf_counter() - begin
+        self.first_line = len(self.lines())
 
     def check_alive(self) -> None:
         """Raise ``ServerDied`` if the server has ended."""
         if self.process is None or self.process.poll() is not None:
             raise ServerDied(f"{self.launch.name} has ended:\n{self.tail()}")
 
-    async def stop(self, patience: float = 10.0) -> None:
+    async def stop(self, patience: float = 4.0) -> None:
         """End the process group: politely, then not. Safe to call twice."""
         if self.process is None:
             return
@@ -115,8 +117,8 @@ class Server:
         return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
     def trouble(self) -> list[str]:
-        """Lines that tell of a mismatch, a leak or an exception. The first line is the command."""
-        return [line[:300] for line in self.lines()[1:] if TROUBLE.search(line)]
+        """Lines since the server was up that tell of a mismatch, a leak or an exception."""
+        return [line[:300] for line in self.lines()[self.first_line :] if TROUBLE.search(line)]
 
     def sizes(self) -> list[str]:
         """What the log says of the pools."""

@@ -36,6 +36,11 @@ class Engine:
     requests: int = 16
     fields: dict[str, Any] = field(default_factory=dict)  # more of --hisparse-config
 
+    @property
+    def caches(self) -> bool:
+        """Whether it has a prefix cache: SGLang's HiSparse does not."""
+        return self.plugin or self.ratio is None
+
     def device_bytes(self) -> int:
         """KV rows on the device and all indexer rows, of the checkpoint ``glm`` in bf16."""
         index_tokens = self.tokens * (self.ratio or 1)
