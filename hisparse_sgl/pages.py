@@ -151,9 +151,9 @@ class Pages:
         """Copy freshly written rows of resident pages, named by row slot, to the host."""
         if not slots:
             return
-        size = self.page_rows
-        pages = list(dict.fromkeys(slot // size for slot in slots))
-        rows = [self.leases.device_page_of(s // size) * size + s % size for s in slots]
+        size, resident = self.page_rows, self.leases.resident_page
+        pages = list(dict.fromkeys([slot // size for slot in slots]))
+        rows = [resident[slot // size] * size + slot % size for slot in slots]
         try:
             transfer_id = self.transfers.mirror(slots, rows)
         except BaseException:  # out of device memory, for one: the spill has to bring these rows
@@ -200,8 +200,7 @@ class Pages:
     def _take_off(self, kind: str, pages: list[int], transfer_id: int, pin: bool = True) -> None:
         self.allocator.share(pages)
         if pin:
-            for page in pages:
-                self.leases.pin(page)
+            self.leases.pin_all(pages)
         self.flights[transfer_id] = Flight(kind, pages, self.clock())
 
     def land(self, completions: Iterable[Completion]) -> None:
@@ -267,16 +266,13 @@ class Pages:
             self.flights[self.transfers.restore(copies)] = Flight("restore", wanted, self.clock())
 
     def _let_go(self, pages: list[int]) -> None:
-        for page in pages:
-            self.leases.unpin(page)
+        self.leases.unpin_all(pages)
         self.free(pages)
 
     def free(self, pages: list[int]) -> None:
         """Drop one host reference of each page; a page nobody holds is empty and its device copy is gone."""
-        self.allocator.free(pages)
-        for page in pages:
-            if self.allocator.pool.ref_counts[page] == 0:
-                self._bury(page)
+        for page in self.allocator.free(pages):
+            self._bury(page)
 
     def _bury(self, page: int) -> None:
         if self.leases.device_page_of(page):

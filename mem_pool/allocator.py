@@ -82,9 +82,9 @@ class TokenToKVAllocator:
         """Adds one reference to each page; each must be in use."""
         self.pool.pin_blocks(pages)
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Drops one reference to each page; a page without references can be handed out again."""
-        self.pool.free_blocks(pages)
+    def free(self, pages: Sequence[int]) -> list[int]:
+        """Drops one reference to each page; returns those that have none now and can be handed out again."""
+        return self.pool.free_blocks(pages)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if the pool or its extents disagree with themselves."""

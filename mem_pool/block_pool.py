@@ -101,30 +101,36 @@ class BlockPool:
 
         Returns how many came back from the unpinned queue (adopted: they no longer count as free).
         """
-        adopted = 0
+        adopted, counts = 0, self.ref_counts
         for block in blocks:
-            if self.ref_counts[block] == 0:
+            if counts[block] == 0:
                 assert block in self.unpinned, f"block {block} is free, its content is gone"
                 del self.unpinned[block]
                 adopted += 1
-            self.ref_counts[block] += 1
+            counts[block] += 1
         self.num_adopted += adopted
         return adopted
 
-    def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Drops a reference of each block; at zero the block is truly free and its content is gone."""
-        for block in blocks:
-            if self._drop_reference(block):
-                self.free.push(block)
+    def free_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """Drops a reference of each block; at zero the block is truly free and its content is gone.
 
-    def unpin_blocks(self, blocks: Sequence[int], on_reuse: Callable[[int], None]) -> None:
+        Returns these blocks.
+        """
+        freed = self._drop_references(blocks)
+        for block in freed:
+            self.free.push(block)
+        return freed
+
+    def unpin_blocks(self, blocks: Sequence[int], on_reuse: Callable[[int], None]) -> list[int]:
         """Drops a reference of each block; at zero it joins the tail of the unpinned queue.
 
-        It then counts as free and stays readable until `on_reuse(block)` has been called.
+        It then counts as free and stays readable until `on_reuse(block)` has been called. Returns the blocks
+        that joined.
         """
-        for block in blocks:
-            if self._drop_reference(block):
-                self.unpinned[block] = on_reuse
+        idle = self._drop_references(blocks)
+        for block in idle:
+            self.unpinned[block] = on_reuse
+        return idle
 
     def discard_blocks(self, blocks: Sequence[int]) -> None:
         """Makes unpinned blocks truly free without `on_reuse`: the caller knows that their content died."""
@@ -154,7 +160,12 @@ class BlockPool:
                 f"!= {self.num_blocks - 1} blocks"
             )
 
-    def _drop_reference(self, block: int) -> bool:
-        assert self.ref_counts[block] > 0, f"block {block} has no reference to drop"
-        self.ref_counts[block] -= 1
-        return self.ref_counts[block] == 0
+    def _drop_references(self, blocks: Sequence[int]) -> list[int]:
+        counts, unreferenced = self.ref_counts, []
+        for block in blocks:
+            count = counts[block] - 1
+            assert count >= 0, f"block {block} has no reference to drop"
+            counts[block] = count
+            if not count:
+                unreferenced.append(block)
+        return unreferenced

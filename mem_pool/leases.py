@@ -96,6 +96,12 @@ class DeviceLeases:
         self._note_peak()
         return adopted
 
+    def pin_all(self, host_pages: Sequence[int]) -> None:
+        """Adds a pin to each of these pages, which are on the device."""
+        resident = self.resident_page
+        self.pool.pin_blocks([resident[page] or self._leased(page) for page in host_pages])
+        self._note_peak()
+
     def unpin(self, host_page: int) -> None:
         """Drops a pin. At zero the page counts as free and stays readable; its reuse clears the table entry.
 
@@ -107,6 +113,17 @@ class DeviceLeases:
         assert not (last and host_page in self.restoring), f"host page {host_page} is being restored"
         self.pool.unpin_blocks([device_page], partial(self._forget, host_page))
         self.unpinned += last
+
+    def unpin_all(self, host_pages: Sequence[int]) -> None:
+        """Drops a pin of each of these pages, all different."""
+        counts, resident = self.pool.ref_counts, self.resident_page
+        shared = [resident[page] for page in host_pages if counts[resident[page]] > 1]
+        if len(shared) < len(host_pages):
+            for page in host_pages:
+                self.unpin(page)
+            return
+        freed = self.pool.free_blocks(shared)
+        assert not freed, f"device pages {freed} lost their last pin among {len(host_pages)}"
 
     def drop(self, host_page: int) -> bool:
         """Takes a host page off the device: its device page is truly free and its table entry is 0.

@@ -62,7 +62,7 @@ def test_unpinned_blocks_come_last_and_oldest_first() -> None:
 def test_adopted_block_drops_its_watcher() -> None:
     pool = BlockPool(3)
     one, two = pool.get_new_blocks(2)
-    pool.unpin_blocks([one], never)
+    assert pool.unpin_blocks([one], never) == [one]
     assert pool.pin_blocks([one, two]) == 1
     assert pool.num_adopted == 1 and pool.num_free == 0
     pool.unpin_blocks([two], never)

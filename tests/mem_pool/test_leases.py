@@ -48,6 +48,25 @@ def test_prefix_hit_adopts_an_unpinned_page() -> None:
     leases.check_integrity()
 
 
+def test_pins_of_several_pages_at_once() -> None:
+    leases = DeviceLeases(4, 10)
+    for page in (1, 2):
+        leases.lease_resident(page)
+    leases.unpin(2)
+    leases.pin_all([1, 2])
+    assert (leases.pins(1), leases.pins(2), leases.adopted) == (2, 1, 1)
+    leases.unpin_all([1, 2])
+    assert (leases.pins(1), leases.pins(2), leases.unpinned) == (1, 0, 2)
+    assert leases.num_free == 2 and leases.is_resident(2), "the page is unpinned, not gone"
+    leases.pin_all([1, 2])
+    leases.pin(2)
+    leases.unpin_all([1, 2])
+    assert leases.pins(1) == leases.pins(2) == 1
+    with pytest.raises(AssertionError, match="not on the device"):
+        leases.pin_all([1, 3])
+    leases.check_integrity()
+
+
 def test_restoring_page_is_in_no_readers_sight() -> None:
     leases = DeviceLeases(3, 10)
     device_page = leases.lease_resident(4, readable=False)
