@@ -17,9 +17,12 @@ from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.requests import Deltas
-from hisparse_sgl.transfers import upload
+from hisparse_sgl.transfers import upload, upload_cells
 
 STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
+
+ALIGNMENT = 64
+"""Cells at whose multiples a table begins: Triton makes other code for an address that is not aligned."""
 
 
 class Runtime:
@@ -57,9 +60,7 @@ class Runtime:
         kept = count if num_plans is None else min(num_plans, count)
         if kept < 1:
             raise ValueError(f"num_plans is {num_plans}, the limit is at least 1: a step writes one plan")
-        self.tables = Tables.empty(
-            requests, sizes.context_pages, config.host_pages, sizes.hot_regions, sizes.hot_pages, where
-        )
+        self.cells, self.tables = _tables(requests, sizes, config.host_pages, where)
         self.hot_region = torch.full((requests,), -1, dtype=torch.int32, device=where)
         self.region_of = [-1] * requests  # what hot_region holds
         context = sizes.context_pages * sizes.page_rows
@@ -84,17 +85,15 @@ class Runtime:
     def apply(self, deltas: Deltas) -> None:
         """Bring the tables up to date, on the current stream: behind every forward that may read them."""
         where = self.where
-        if deltas.residency:
-            pages = upload(list(deltas.residency), torch.int64, where)
-            self.tables.resident_page[pages] = upload(list(deltas.residency.values()), torch.int32, where)
-        width = self.sizes.context_pages
+        width, residency = self.sizes.context_pages, int(self.tables.resident_page.storage_offset())
         # A dict, because an index_put with one cell named twice has no defined order on a GPU.
-        cells = {
-            row * width + first + i: p for row, first, run in deltas.page_runs for i, p in enumerate(run)
-        }
+        cells = {residency + page: device_page for page, device_page in deltas.residency.items()}
+        for row, first, run in deltas.page_runs:
+            start = row * width + first
+            cells.update(zip(range(start, start + len(run)), run, strict=True))
         if cells:
-            index = upload(list(cells), torch.int64, where)
-            self.tables.page_table.view(-1)[index] = upload(list(cells.values()), torch.int32, where)
+            index, values = upload_cells(cells, where)
+            self.cells[index] = values
         if deltas.hot_regions:
             self._place_regions(deltas.hot_regions)
         if deltas.rewritten:
@@ -240,3 +239,14 @@ class Runtime:
         leased = self.tables.hot_pages[:, 0].nonzero().flatten().tolist()
         if held != leased:
             raise RuntimeError(f"requests hold the hot regions {held}, those with pages are {leased}")
+
+
+def _tables(requests: int, sizes: Sizes, host_pages: int, where: torch.device) -> tuple[torch.Tensor, Tables]:
+    """Empty tables, and the int32 tensor of which ``page_table`` and ``resident_page`` are parts: what a step
+    changes in both is written at once."""
+    shape = (requests, sizes.context_pages)
+    start = -(-requests * sizes.context_pages // ALIGNMENT) * ALIGNMENT
+    cells = torch.zeros(start + host_pages, dtype=torch.int32, device=where)
+    page_table = cells[: requests * sizes.context_pages].view(shape)
+    hot_pages = torch.zeros((sizes.hot_regions, sizes.hot_pages), dtype=torch.int32, device=where)
+    return cells, Tables(page_table, cells[start:], hot_pages)

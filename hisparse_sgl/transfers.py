@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 
 from hisparse_sgl.kernels.rows import RowFormat
@@ -19,8 +21,22 @@ from hisparse_sgl.transfer_queue import Completion, PageCopy
 
 def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A 1-D tensor on ``device``; the CPU does not wait for the copy."""
-    tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    staging = torch.empty(len(values), dtype=dtype, pin_memory=True)
+    staging.numpy()[:] = values
+    return staging.to(device, non_blocking=True)
+
+
+def upload_cells(cells: dict[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index int64 [n] and value int32 [n] of these cells, in one copy that the CPU does not wait for."""
+    split = 8 * len(cells)
+    staging = torch.empty(12 * len(cells), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged = staging.numpy()
+    staged[:split].view(np.int64)[:] = list(cells)
+    staged[split:].view(np.int32)[:] = list(cells.values())
+    packed = staging.to(device, non_blocking=True)
+    return packed[:split].view(torch.int64), packed[split:].view(torch.int32)
 
 
 class Lane:
@@ -49,9 +65,10 @@ class Lane:
         ``inputs`` live until it is over.
         """
         if self.stream is not None:
-            for stream in (torch.cuda.current_stream(self.device), *self.behind):
+            # The current stream is often one of the others, and each wait costs an event.
+            for stream in {torch.cuda.current_stream(self.device.index): None, **dict.fromkeys(self.behind)}:
                 self.stream.wait_stream(stream)
-        with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
+        with _on(self.stream):
             copy()
             mark = self.record(self.stream)
         self.pending.append((transfer_id, mark, inputs))
@@ -118,7 +135,7 @@ class Transfers:
     def join_restores(self) -> None:
         """Make the current stream wait for the restores started so far."""
         if self.to_device.stream is not None and self.to_device.pending:
-            torch.cuda.current_stream(self.where).wait_stream(self.to_device.stream)
+            torch.cuda.current_stream(self.where.index).wait_stream(self.to_device.stream)
 
     def mirror(self, slots: list[int], rows: list[int]) -> int:
         if not self.host.is_writer:
@@ -166,6 +183,13 @@ class Transfers:
 
     def _bytes(self, pages: list[PageCopy]) -> int:
         return len(pages) * self.num_layers * self.row.page_bytes
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    """A context in which ``stream`` is current. From torch 2.7 on a stream is one itself, and a fast one."""
+    if stream is None:
+        return nullcontext()
+    return stream if hasattr(stream, "__enter__") else torch.cuda.stream(stream)
 
 
 def _leave_to_the_writer() -> None:

@@ -105,6 +105,24 @@ def test_a_region_passes_on_within_one_batch_of_changes_in_either_order(side: Si
     assert not side.runtime.tables.hot_pages.any()
 
 
+def test_both_tables_are_written_by_one_upload(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads: list[dict[int, int]] = []
+    upload_cells = runtime.upload_cells
+    monkeypatch.setattr(runtime, "upload_cells", lambda c, where: uploads.append(c) or upload_cells(c, where))
+    monkeypatch.delattr(runtime, "upload")
+    tables = side.runtime.tables
+    before = tables.page_table.clone()
+    runs = [(2, 0, [7, 0, 9]), (5, CONTEXT // PAGE - 1, [31]), (2, 1, [8])]
+    side.runtime.apply(Deltas(residency={1: 3, 32: 11}, page_runs=runs))
+    assert len(uploads) == 1
+    before[2, :3], before[5, -1] = torch.tensor([7, 8, 9]), 31
+    assert torch.equal(tables.page_table, before), "the last of two runs over one page stands"
+    assert tables.resident_page.nonzero().flatten().tolist() == [1, 32]
+    assert tables.resident_page[[1, 32]].tolist() == [3, 11]
+    side.runtime.apply(Deltas())
+    assert len(uploads) == 1
+
+
 def test_changes_that_were_cut_short_are_applied_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     side.give(r0=(0, [2, 3]))
 
