@@ -50,7 +50,7 @@ def test_the_admission_window_holds_prompts_back_until_others_are_prefilled() ->
     assert life.has_room([], 16) and not life.has_room([], 17)
     life.bind(first, 1)
     life.extend(first, 24)
-    life.settle(first, 24)
+    life.settle([(first, 24)])
     assert life.has_room([], 17), "the first prompt is prefilled"
     life.check_integrity()
 

@@ -30,8 +30,10 @@ class Audit:
     def step(self) -> None:
         """A forward was launched on the current stream."""
         self.steps += 1
+        if not self.every or self.steps % self.every:
+            return
         running = [r for r in self.lifecycle.requests.values() if not r.released]
-        if self.every and self.steps % self.every == 0 and running:
+        if running:
             request = running[self.checked % len(running)]
             self.checked += 1
             if self.runtime.where.type == "cuda":

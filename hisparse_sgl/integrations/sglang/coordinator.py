@@ -202,15 +202,15 @@ class Coordinator:
 
     def can_decode(self, reqs: Sequence[Any]) -> bool:
         """Whether all of these can take a token more; the last moment at which one can be retracted."""
-        return self.lifecycle.can_grow(map(self.request, reqs))
+        records = self.lifecycle.requests
+        return self.lifecycle.can_grow([records[req.rid] for req in reqs])
 
     def prepare_decode(self, reqs: Sequence[Any]) -> None:
         """Slots of the next token of each request of the batch, in its order."""
-        self.decode_slots = []
-        for req in reqs:
-            request = self.request(req)
-            self.decode_slots.append(self.lifecycle.grow(request))
-            self.launching.append((request, request.num_tokens))
+        records = self.lifecycle.requests
+        requests = [records[req.rid] for req in reqs]
+        self.decode_slots = self.lifecycle.grow(requests)
+        self.launching += [(request, request.num_tokens) for request in requests]
 
     def before_forward(self) -> None:
         """On the forward's stream: what it reads is up to date, what it needs restored has arrived."""
@@ -220,10 +220,7 @@ class Coordinator:
     def after_forward(self) -> None:
         """On the forward's stream: it was launched. Mirrors run behind it."""
         launched, self.launching = self.launching, []
-        mirrored: list[int] = []
-        for request, end in launched:
-            if not request.released:
-                mirrored += self.lifecycle.settle(request, end)
+        mirrored = self.lifecycle.settle(launched)
         if self.config.eager_host_mirror:
             self.lifecycle.pages.mirror(mirrored)
         if launched:

@@ -173,7 +173,8 @@ class Lifecycle:
 
     def can_grow(self, requests: Iterable[ServedRequest]) -> bool:
         """Whether each of these can take one more token. Waits for copies, because else one is retracted."""
-        growing = [r for r in requests if r.num_tokens == len(r.pages) * self.page_size]
+        size = self.page_size
+        growing = [r for r in requests if r.num_tokens == len(r.pages) * size]
         if not growing:
             self.residency.relieve(self.sizes.transition_watermark, self.requests.values())
             return True
@@ -188,8 +189,19 @@ class Lifecycle:
                 break
         return False
 
-    def grow(self, request: ServedRequest) -> int:
-        """The slot of one more token, after ``can_grow``."""
+    def grow(self, requests: Iterable[ServedRequest]) -> list[int]:
+        """The slots of one more token of each, after ``can_grow``."""
+        size, slots = self.page_size, []
+        for request in requests:
+            index, offset = divmod(request.num_tokens, size)
+            if index < len(request.pages):
+                request.num_tokens += 1
+                slots.append(request.pages[index] * size + offset)
+            else:
+                slots.append(self._grow_a_page(request))
+        return slots
+
+    def _grow_a_page(self, request: ServedRequest) -> int:
         slots = self.extend(request, request.num_tokens + 1)
         assert slots is not None, f"no host page for row {request.row}, which can_grow promised"
         return slots[0]
@@ -209,14 +221,24 @@ class Lifecycle:
                 return False
         return True
 
-    def settle(self, request: ServedRequest, end: int) -> list[int]:
-        """A forward that writes the rows up to ``end`` was launched; answers the slots to mirror one by one.
+    def settle(self, launched: Iterable[tuple[ServedRequest, int]]) -> list[int]:
+        """A forward that writes the rows of each request up to an end was launched; answers the slots to
+        mirror one by one. Requests that were released since are left out.
 
         Copies started from now on run behind that forward.
         """
-        start = request.num_settled
-        request.num_settled = max(start, end)
-        return self.pages.settle(request.pages, start, end)
+        size, mirrored = self.page_size, []
+        for request, end in launched:
+            start = request.num_settled
+            if request.released:
+                continue
+            index, offset = divmod(start, size)
+            request.num_settled = max(start, end)
+            if end == start + 1 and offset + 1 < size:  # a decode step that fills no page
+                mirrored.append(request.pages[index] * size + offset)
+            else:
+                mirrored += self.pages.settle(request.pages, start, end)
+        return mirrored
 
     def collect(self, poll: bool = True) -> None:
         """Take in completed transfers if ``poll``, start spills, yield if few device pages are free."""
