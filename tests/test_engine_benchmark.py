@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -530,7 +532,27 @@ def test_a_server_that_hangs_is_stopped(tmp_path: Path) -> None:
         server.check_alive()
 
 
+def test_a_job_starts_asks_and_stops_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is this file: see its end."""
+    command = [sys.executable, __file__]
+    monkeypatch.setattr(matrix, "Server", partial(Server, command=command))
+    monkeypatch.setattr(matrix, "ask_server", partial(ask_server, scale=SCALE))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = Job(Launch("tight", "/models/glm", audit_every=20))
+    asyncio.run(matrix.run_job(job, port, tmp_path, 60))
+    record = json.loads((tmp_path / "glm-bf16-graphs-tight.json").read_text())
+    assert broken({"tight": record}) == [] and record["seconds_to_start"] > 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server still listens"
+
+
 def test_prompts_of_one_seed_are_the_same() -> None:
     from random import Random
 
     assert prompt(Random(4), 9) == prompt(Random(4), 9) != prompt(Random(5), 9)
+
+
+if __name__ == "__main__":
+    web.run_app(Fake().app(), host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]))

@@ -15,13 +15,14 @@ from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, Launch
 from benchmarks.engine.soak import soak
 
-HIDDEN_LINES = 12
-"""Of one failure, at most so many are printed: the log has the rest."""
+FULL_FAILURES = 2
+"""So many are printed with the end of their log, the others with its last line: the logs lie in --out."""
 
 
 def print_failures(failures: list[str]) -> None:
-    for failure in failures:
-        print("\n".join(line[:200] for line in failure.splitlines()[: HIDDEN_LINES + 4]), flush=True)
+    for index, failure in enumerate(failures):
+        lines = [line[:160] for line in failure.splitlines()]
+        print("\n".join(lines if index < FULL_FAILURES else [*lines[:1], *lines[1:][-1:]]), flush=True)
 
 
 def summary(folder: Path, failures: list[str], brief: bool) -> int:
@@ -223,6 +224,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    for name in {"out", "model", "models"} & set(vars(args)):
+        setattr(args, name, getattr(args, name).resolve())
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         return asyncio.run(args.run(args))

@@ -111,7 +111,7 @@ async def queue(
             except Exception as error:
                 what = str(error) or type(error).__name__
                 failures.append(f"{job.launch.name} after {time.perf_counter() - begin:.0f} s: {what}")
-                report(failures[-1].splitlines()[0][:200])
+                report(f"{job.launch.name}: FAILED")
 
     await asyncio.gather(*(worker(number) for number in range(at_once)))
     return failures

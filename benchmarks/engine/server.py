@@ -80,7 +80,7 @@ class Server:
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
-            self.process = _spawn(command, self.environment(), log)
+            self.process = _spawn(command, self.environment(), log, self.log.parent)
         async with Client(self.url) as client:
             while not await client.is_up():
                 waited = time.perf_counter() - begin
@@ -125,10 +125,14 @@ class Server:
         return [line for line in self.lines() if "hisparse_sgl: " in line or "KV Cache is allocated" in line]
 
 
-def _spawn(command: list[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: list[str], environment: dict[str, str], log: IO[bytes], folder: Path
+) -> subprocess.Popen[bytes]:
+    """``folder`` is the server's: in a checkout it would import the packages that lie there."""
     return subprocess.Popen(
         command,
         env=environment,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,

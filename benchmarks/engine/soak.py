@@ -145,6 +145,16 @@ class Soak:
         return prompt(self.rng, self._length())
 
 
+async def at_rest(client: Client, tries: int = 8, pause: float = 5.0) -> dict[str, float]:
+    """Metrics when nothing runs. SGLang brings its own up to date every 30 s at the latest."""
+    for _ in range(tries):
+        found = await client.metrics(METRICS)
+        if not any(found.get(name) for name in IDLE_GAUGES):
+            break
+        await asyncio.sleep(pause)
+    return found
+
+
 def contradictions(busy: dict[str, float], flushed: dict[str, float], tally: Tally) -> list[str]:
     """What is wrong with the metrics of a server that has come to rest, and then was flushed."""
 
@@ -184,8 +194,7 @@ async def soak(server: Server, seconds: float, seed: int, load: Load = Load()) -
         busy, flushed, wrong = {}, {}, list(tally.failures[:5])
         try:
             server.check_alive()
-            await asyncio.sleep(3)
-            busy = await client.metrics(METRICS)
+            busy = await at_rest(client)
             await client.flush()
             flushed = await client.metrics(METRICS)
             wrong += contradictions(busy, flushed, tally)
