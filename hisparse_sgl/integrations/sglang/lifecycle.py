@@ -193,10 +193,10 @@ class Lifecycle:
         """The slots of one more token of each, after ``can_grow``."""
         size, slots = self.page_size, []
         for request in requests:
-            index, offset = divmod(request.num_tokens, size)
-            if index < len(request.pages):
-                request.num_tokens += 1
-                slots.append(request.pages[index] * size + offset)
+            position = request.num_tokens
+            if position < len(request.pages) * size:
+                request.num_tokens = position + 1
+                slots.append(request.pages[position // size] * size + position % size)
             else:
                 slots.append(self._grow_a_page(request))
         return slots
@@ -232,11 +232,11 @@ class Lifecycle:
             start = request.num_settled
             if request.released:
                 continue
-            index, offset = divmod(start, size)
-            request.num_settled = max(start, end)
-            if end == start + 1 and offset + 1 < size:  # a decode step that fills no page
-                mirrored.append(request.pages[index] * size + offset)
+            if end == start + 1 and end % size:  # a decode step that fills no page
+                request.num_settled = end
+                mirrored.append(request.pages[start // size] * size + start % size)
             else:
+                request.num_settled = max(start, end)
                 mirrored += self.pages.settle(request.pages, start, end)
         return mirrored
 
