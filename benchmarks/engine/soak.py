@@ -147,11 +147,12 @@ class Soak:
 
 async def at_rest(client: Client, tries: int = 8, pause: float = 5.0) -> dict[str, float]:
     """Metrics when nothing runs. SGLang brings its own up to date every 30 s at the latest."""
+    found = await client.metrics(METRICS)
     for _ in range(tries):
-        found = await client.metrics(METRICS)
         if not any(found.get(name) for name in IDLE_GAUGES):
             break
         await asyncio.sleep(pause)
+        found = await client.metrics(METRICS)
     return found
 
 
