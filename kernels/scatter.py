@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, NamedTuple
+
 import torch
 
-from hisparse_sgl.kernels.backend import check_tensor, choose, copy_programs, jit, launch, power_of_two, tl
+from hisparse_sgl.kernels.backend import (
+    Backend,
+    check_tensor,
+    choose,
+    copy_programs,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+)
 from hisparse_sgl.kernels.gather import check_pool, check_reachable
 from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
 
@@ -68,6 +80,65 @@ def scatter_reference(
         row_view(host, fmt, part)[:, slots // size, slots % size] = data
 
 
+class _Pair(NamedTuple):
+    """What all scatters between two pools have in common. Holds neither of them."""
+
+    device: weakref.ref[torch.Tensor]
+    host: weakref.ref[torch.Tensor]
+    fmt: RowFormat
+    wanted: str | None
+    backend: Backend
+    where: torch.device
+    layers: int
+    sizes: tuple[int, ...]  # pages of both, strides of both in words
+    options: dict[str, Any]
+
+    @classmethod
+    def check(cls, device: torch.Tensor, host: torch.Tensor, fmt: RowFormat, wanted: str | None) -> _Pair:
+        """Raises ValueError as `scatter` does for its pools."""
+        check_tensor("device", device, torch.uint8, (None, None, fmt.page_bytes))
+        check_tensor("host", host, torch.uint8, (device.shape[0], None, fmt.page_bytes))
+        for name, pool in (("host", host), ("device", device)):
+            check_pool(name, pool, fmt)
+        backend = choose(device, wanted)
+        if backend != "reference":
+            check_reachable(host, device)
+        first, second = [size // WORD_BYTES for size in (*fmt.parts, 0)[:2]]
+        strides = (stride // WORD_BYTES for stride in (*device.stride()[:2], *host.stride()[:2]))
+        return cls(
+            weakref.ref(device),
+            weakref.ref(host),
+            fmt,
+            wanted,
+            backend,
+            device.device,
+            device.shape[0],
+            (device.shape[1], host.shape[1], *strides),
+            {
+                "P": fmt.page_size,
+                "FIRST": first,
+                "SECOND": second,
+                "BLOCK": power_of_two(first + second),
+                "num_warps": 4,
+            },
+        )
+
+    def is_of(self, device: torch.Tensor, host: torch.Tensor, fmt: RowFormat, wanted: str | None) -> bool:
+        return self.device() is device and self.host() is host and self.fmt is fmt and self.wanted == wanted
+
+
+_last: _Pair | None = None
+
+
+def _pair_of(device: torch.Tensor, host: torch.Tensor, fmt: RowFormat, wanted: str | None) -> _Pair:
+    """A process mirrors between the same two pools in every step: they are checked in the first."""
+    global _last
+    pair = _last
+    if pair is None or not pair.is_of(device, host, fmt, wanted):
+        pair = _last = _Pair.check(device, host, fmt, wanted)
+    return pair
+
+
 def scatter(
     device: torch.Tensor,
     host: torch.Tensor,
@@ -88,40 +159,33 @@ def scatter(
         fmt: byte layout of both pools.
         backend: see `backend.choose`.
 
+    The pools are checked again only when they are other tensors than in the last call.
+
     Raises:
         ValueError: a tensor does not fit the others or ``fmt``, or cannot be reached.
     """
-    check_tensor("device", device, torch.uint8, (None, None, fmt.page_bytes))
-    check_tensor("host", host, torch.uint8, (device.shape[0], None, fmt.page_bytes))
-    for name, pool in (("host", host), ("device", device)):
-        check_pool(name, pool, fmt)
-    check_tensor("rows", rows, torch.int32, (None,), device.device)
-    check_tensor("slots", slots, torch.int32, (rows.numel(),), device.device)
-    if rows.numel() == 0 or device.shape[0] == 0:
+    pair = _pair_of(device, host, fmt, backend)
+    check_tensor("rows", rows, torch.int32, (None,), pair.where)
+    num_rows = rows.shape[0]
+    check_tensor("slots", slots, torch.int32, (num_rows,), pair.where)
+    num_items = num_rows * pair.layers
+    if num_items == 0:
         return
-    if choose(device, backend) == "reference":
+    if pair.backend == "reference":
         scatter_reference(device, host, rows, slots, fmt)
         return
-    check_reachable(host, device)
-    words = [size // WORD_BYTES for size in fmt.parts] + [0]
     launch(
         _scatter_kernel,
-        (copy_programs(device.device, rows.numel() * device.shape[0]),),
-        device.device,
+        (copy_programs(pair.where, num_items),),
+        pair.where,
         device.view(torch.int64),
         host.view(torch.int64),
         rows,
         slots,
-        rows.numel(),
-        rows.numel() * device.shape[0],
-        device.shape[1],
-        host.shape[1],
-        *(stride // WORD_BYTES for stride in (*device.stride()[:2], *host.stride()[:2])),
+        num_rows,
+        num_items,
+        *pair.sizes,
         rows.stride(0),
         slots.stride(0),
-        P=fmt.page_size,
-        FIRST=words[0],
-        SECOND=words[1],
-        BLOCK=power_of_two(words[0] + words[1]),
-        num_warps=4,
+        **pair.options,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,3 +64,23 @@ rows = translate.translate(torch.tensor([64, 1]), torch.tensor([0, 3], dtype=tor
 sys.exit(rows.tolist() != [192, 1])
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_launch_changes_the_device_only_where_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seen = [0], []
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index or 0
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    contexts = Mock(side_effect=entered)
+    monkeypatch.setattr(torch.cuda, "device", contexts)
+    kernel = {(7,): lambda *args, **meta: seen.append((current[0], args, meta))}
+    backend.launch(kernel, (7,), torch.device("cuda", 0), 1, x=2)
+    assert not contexts.called
+    backend.launch(kernel, (7,), torch.device("cuda", 1), 3)
+    assert seen == [(0, (1,), {"x": 2}), (1, (3,), {})] and contexts.call_count == 1

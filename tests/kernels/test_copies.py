@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -199,3 +201,29 @@ def test_bad_arguments_are_named() -> None:
         scatter(pool[None], host[None], rows, rows[:1], fmt)
     with pytest.raises(ValueError, match=r"host\.shape"):
         scatter(pool[None], host.expand(2, -1, -1), rows, rows, fmt)
+
+
+def test_pools_are_checked_when_they_change() -> None:
+    fmt, other = FORMATS[0], FORMATS[1]
+    pool, host = random_pool(2, 3, fmt.page_bytes), random_pool(2, 3, fmt.page_bytes)
+    rows = torch.tensor([1], dtype=torch.int32)
+    slots = rows + fmt.page_size
+    for _ in range(2):
+        scatter(pool, host, rows, slots, fmt)
+        for bad in ((pool[:1], host, fmt), (pool, host[:1], fmt), (pool, host, other)):
+            with pytest.raises(ValueError, match=r"(host|device)\.shape"):
+                scatter(bad[0], bad[1], rows, slots, bad[2])
+        with pytest.raises(ValueError, match=r"rows\.dtype"):
+            scatter(pool, host, rows.long(), slots, fmt)
+        with pytest.raises(ValueError, match="backend='cuda'"):
+            scatter(pool, host, rows, slots, fmt, backend="cuda")
+
+
+def test_no_pool_is_kept_alive() -> None:
+    fmt = FORMATS[0]
+    pool, host = random_pool(2, 3, fmt.page_bytes), random_pool(2, 3, fmt.page_bytes)
+    rows = torch.tensor([1], dtype=torch.int32)
+    scatter(pool, host, rows, rows + fmt.page_size, fmt)
+    gone = [weakref.ref(pool), weakref.ref(host)]
+    del pool, host
+    assert [ref() for ref in gone] == [None, None]
