@@ -147,15 +147,18 @@ class Pages:
                 self.seal(page)
         return mirrored
 
+    def device_rows(self, slots: list[int]) -> list[int]:
+        """Where the rows of resident pages, named by row slot, lie on the device."""
+        size, resident = self.page_rows, self.leases.resident_page
+        return [resident[slot // size] * size + slot % size for slot in slots]
+
     def mirror(self, slots: list[int]) -> None:
         """Copy freshly written rows of resident pages, named by row slot, to the host."""
         if not slots:
             return
-        size, resident = self.page_rows, self.leases.resident_page
-        pages = list(dict.fromkeys([slot // size for slot in slots]))
-        rows = [resident[slot // size] * size + slot % size for slot in slots]
+        pages = list(dict.fromkeys([slot // self.page_rows for slot in slots]))
         try:
-            transfer_id = self.transfers.mirror(slots, rows)
+            transfer_id = self.transfers.mirror(slots, self.device_rows(slots))
         except BaseException:  # out of device memory, for one: the spill has to bring these rows
             self.unmirrored.update(pages)
             raise

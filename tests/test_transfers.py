@@ -9,6 +9,7 @@ import pytest
 import torch
 from ranks import Process
 
+from hisparse_sgl import transfers as module
 from hisparse_sgl.config import HiSparseConfig
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
@@ -17,7 +18,7 @@ from hisparse_sgl.mem_pool.shared_host_pool import SharedHostPool
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.pool import HiSparsePool
 from hisparse_sgl.transfer_queue import PageCopy
-from hisparse_sgl.transfers import Transfers
+from hisparse_sgl.transfers import Transfers, upload_parts
 
 PAGE_SIZE, ROW_BYTES, LAYERS, PAGES = 4, 16, 3, 12
 LAYOUT = KVLayout.single(LAYERS, (ROW_BYTES,), PAGE_SIZE, (IndexGroup(0, (1,)), IndexGroup(2)), 8)
@@ -70,6 +71,37 @@ def test_mirror(transfers: Transfers) -> None:
     rest[slots] = False
     assert not host[:, rest].any()
     assert transfers.counters.device_to_host_bytes == 4 * LAYERS * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "count"),
+    [([5, 6], [9, 8], 1), ([6], [8], 2), ([5, 6], [9, 7], 2)],
+    ids=["the step", "without a request that has ended", "a page that lies elsewhere now"],
+)
+def test_a_mirror_uploads_what_was_not_uploaded_with_the_step(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch, slots: list[int], rows: list[int], count: int
+) -> None:
+    uploads: list[tuple[object, ...]] = []
+    monkeypatch.setattr(module, "upload_parts", lambda *args: uploads.append(args) or upload_parts(*args))
+    assert transfers.upload_step([5, 6], [9, 8]).tolist() == [5, 6]
+    transfers.mirror(slots, rows)
+    land(transfers)
+    host = transfers.host.buffer.view(LAYERS, -1, ROW_BYTES)
+    device = transfers.device.buffer.view(LAYERS, -1, ROW_BYTES).cpu()
+    assert torch.equal(host[:, slots], device[:, rows]) and len(uploads) == count
+    transfers.mirror([5, 6], [9, 8])
+    land(transfers)
+    assert torch.equal(host[:, [5, 6]], device[:, [9, 8]]) and len(uploads) == count + 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_uploaded_parts_are_aligned(device: str) -> None:
+    values = [2**40, 5, -1], [7, -(2**31), 3, 2, 1], [9], []
+    dtypes = torch.int64, torch.int32, torch.int64, torch.int32
+    parts = upload_parts(torch.device(device), *zip(values, dtypes, strict=True))
+    for part, wanted, dtype in zip(parts, values, dtypes, strict=True):
+        assert part.dtype == dtype and part.tolist() == wanted
+        assert part.storage_offset() * dtype.itemsize % 16 == 0
 
 
 def test_spill_and_restore(transfers: Transfers) -> None:

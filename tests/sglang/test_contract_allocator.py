@@ -25,10 +25,13 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import ByHand
+from by_hand import LAYERS, ByHand
 from engine import CONTEXT, PAGE, Engine
 from scenarios import HYBRID
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from hisparse_sgl import transfers
+from hisparse_sgl.transfers import upload_parts
 
 PAGES, RATIO = 20, 2
 SETTINGS = replace(HYBRID, tokens=PAGES * PAGE, ratio=RATIO, copy_rate=0.0)
@@ -123,6 +126,28 @@ def test_alloc_decode_answers_the_slot_of_each_new_position(hand: ByHand) -> Non
     for req in reqs:
         slots = hand.slots(req)
         assert torch.equal(slots % PAGE, torch.arange(len(slots)) % PAGE)
+
+
+def test_alloc_decode_uploads_what_the_mirror_of_its_step_needs(
+    hand: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reqs = [hand.prefill(tokens) for tokens in (PAGE - 2, 10, 2 * PAGE)]
+    uploads: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(transfers, "upload_parts", lambda *args: uploads.append(args) or upload_parts(*args))
+    for count in range(1, 4):
+        hand.forward(hand.decode(reqs))
+        assert len(uploads) == count
+    slots = hand.decode(reqs)
+    hand.coordinator.request_finished(reqs[1])
+    hand.forward(slots)
+    assert len(uploads) == 5
+    hand.land()
+    durable = hand.slots(reqs[0])[:PAGE]
+    for layer in LAYERS:
+        host = hand.coordinator.host_pool.buffer[layer].view(torch.int64).view(-1, hand.pool.row_bytes // 8)
+        for req in (reqs[0], reqs[2]):
+            assert torch.equal(host[hand.slots(req)], hand.expected(hand.slots(req), layer))
+    assert hand.life.pages.is_durable(int(durable[0]) // PAGE)
 
 
 def test_free_of_a_segment_that_ends_mid_page_frees_the_page_once(hand: ByHand) -> None:

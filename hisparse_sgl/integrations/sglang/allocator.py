@@ -91,9 +91,9 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """Slots int64 of a decode step, prepared by ``prepare_decode``."""
         assert self.coordinator is not None
-        slots, self.coordinator.decode_slots = self.coordinator.decode_slots, []
+        slots = self.coordinator.take_decode_slots()
         assert len(slots) == len(seq_lens_cpu), f"{len(slots)} slots for a batch of {len(seq_lens_cpu)}"
-        return upload(slots, torch.int64, self.slots_device)
+        return slots
 
     def evict_to_free_tokens(self, tree_cache: Any, num_tokens: int) -> bool | None:
         if tree_cache is None or not tree_cache.supports_prefix_sharing():

@@ -33,7 +33,7 @@ from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters, Metric, snapshot
 from hisparse_sgl.runtime import Runtime
-from hisparse_sgl.transfers import Transfers
+from hisparse_sgl.transfers import Transfers, upload
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +211,13 @@ class Coordinator:
         requests = [records[req.rid] for req in reqs]
         self.decode_slots = self.lifecycle.grow(requests)
         self.launching += [(request, request.num_tokens) for request in requests]
+
+    def take_decode_slots(self) -> torch.Tensor:
+        """The slots of ``prepare_decode`` on the device, int64 [batch]."""
+        slots, self.decode_slots = self.decode_slots, []
+        if not self.config.eager_host_mirror:
+            return upload(slots, torch.int64, self.device_pool.buffer.device)
+        return self.transfers.upload_step(slots, self.lifecycle.pages.device_rows(slots))
 
     def before_forward(self) -> None:
         """On the forward's stream: what it reads is up to date, what it needs restored has arrived."""
