@@ -13,7 +13,8 @@ import torch
 from hisparse_sgl.kernels.rows import RowFormat
 from hisparse_sgl.kernels.scatter import scatter
 from hisparse_sgl.mem_pool.device_pool import DevicePool
-from hisparse_sgl.mem_pool.host_pool import HostPool, Mark, record_event
+from hisparse_sgl.mem_pool.host_pool import HostPool
+from hisparse_sgl.mem_pool.marks import Events, Mark, Marker
 from hisparse_sgl.mem_pool.page_copies import PageCopies, Run
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.transfer_queue import Completion, PageCopy
@@ -48,17 +49,14 @@ def upload_parts(device: torch.device, *parts: tuple[Sequence[int], torch.dtype]
 class Lane:
     """Transfers of one direction. They run and complete in order, on a stream of their own on a GPU.
 
-    ``record`` marks what the stream was given so far; None in place of a mark is over at once.
+    ``marker`` marks what the stream was given so far; None in place of a mark is over at once.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        record: Callable[[torch.cuda.Stream | None], Mark | None] = record_event,
-    ) -> None:
+    def __init__(self, device: torch.device, marker: Marker) -> None:
         self.device = device
-        self.record = record
+        self.marker = marker
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.reached: Any = None if self.stream is None else torch.cuda.Event()
         self.behind: list[torch.cuda.Stream] = []
         self.pending: deque[tuple[int, Mark | None, tuple[torch.Tensor, ...]]] = deque()
         self.num_reported = 0
@@ -71,12 +69,14 @@ class Lane:
         ``inputs`` live until it is over.
         """
         if self.stream is not None:
-            # The current stream is often one of the others, and each wait costs an event.
-            for stream in {torch.cuda.current_stream(self.device.index): None, **dict.fromkeys(self.behind)}:
-                self.stream.wait_stream(stream)
+            current = torch.cuda.current_stream(self.device.index)
+            for stream in (current, *(other for other in self.behind if other != current)):
+                # A wait is for the record before it, so that one event serves all of them.
+                self.reached.record(stream)
+                self.stream.wait_event(self.reached)
         with _on(self.stream):
             copy()
-            mark = self.record(self.stream)
+            mark = self.marker.record(self.stream)
         self.pending.append((transfer_id, mark, inputs))
 
     @property
@@ -93,7 +93,9 @@ class Lane:
         """Ids of the transfers up to that count that were not reported yet."""
         while self.num_reported < num_completed:
             self.num_reported += 1
-            yield self.pending.popleft()[0]
+            transfer_id, mark, _ = self.pending.popleft()
+            self.marker.release(mark)
+            yield transfer_id
 
 
 class Transfers:
@@ -127,8 +129,8 @@ class Transfers:
         self.backend = backend
         self.agree = agree
         self.where = device.buffer.device
-        self.to_host = Lane(self.where, host.record)
-        self.to_device = Lane(self.where)
+        self.to_host = Lane(self.where, host)
+        self.to_device = Lane(self.where, Events())
         self.pages = PageCopies(host, device)
         self.num_layers = device.buffer.shape[0]
         self.next_id = 0
@@ -137,7 +139,8 @@ class Transfers:
     def run_behind(self, stream: torch.cuda.Stream) -> None:
         """From now on every copy waits for what ``stream`` was given too: the forward of another stream."""
         for lane in (self.to_host, self.to_device):
-            lane.behind.append(stream)
+            if stream not in lane.behind:
+                lane.behind.append(stream)
 
     def join_restores(self) -> None:
         """Make the current stream wait for the restores started so far."""

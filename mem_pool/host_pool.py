@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import psutil
 import torch
 
 from hisparse_sgl.mem_pool.host_memory import CHUNK_BYTES, HostMemory, OnProgress
 from hisparse_sgl.mem_pool.layout import KVLayout
+from hisparse_sgl.mem_pool.marks import Events, Mark
 
 MAX_SHARE_OF_AVAILABLE = 0.95
-
-
-class Mark(Protocol):
-    """A point in a stream's work. torch.cuda.Event is one."""
-
-    def query(self) -> bool:
-        """Whether all work before the mark is over."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block until it is."""
-        ...
 
 
 class HostPool:
@@ -64,6 +53,7 @@ class HostPool:
             raise ValueError("pinned is True, the limit is False without a CUDA device: use pinned=None")
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}, the limit is >= 2: page 0 is null, add memory")
+        self.events = Events()
         self.layout = layout
         self.num_pages = num_pages
         self.num_bytes = layout.host_bytes(num_pages)
@@ -97,7 +87,11 @@ class HostPool:
 
     def record(self, stream: torch.cuda.Stream | None) -> Mark | None:
         """Mark the copies to the host that `stream` was given so far; None when they are over already."""
-        return record_event(stream)
+        return self.events.record(stream)
+
+    def release(self, mark: Any) -> None:
+        """A mark of `record` is over, and nobody asks it again."""
+        self.events.release(mark)
 
     def close(self) -> None:
         """Unpins and unmaps the memory, after all copies. Safe to call again and with a dead CUDA context.
@@ -118,15 +112,6 @@ class HostPool:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def record_event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """An event behind all that `stream` was given; None on a CPU, where nothing is ever under way."""
-    if stream is None:
-        return None
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
 
 
 def check_available(num_bytes: int, num_pages: int) -> None:

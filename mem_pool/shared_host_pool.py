@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hisparse_sgl.mem_pool.host_memory import CHUNK_BYTES, OnProgress
-from hisparse_sgl.mem_pool.host_pool import HostPool, check_available, record_event
+from hisparse_sgl.mem_pool.host_pool import HostPool, check_available
 from hisparse_sgl.mem_pool.layout import KVLayout
 
 NUM_EVENTS = 16
@@ -148,7 +148,7 @@ class SharedHostPool(HostPool):
         number = self.num_recorded
         if not self.is_writer:
             return SharedMark(self, number)
-        event = record_event(stream)
+        event = self.events.record(stream)
         if event is None:
             self._counters[COMPLETED] = number
         else:
@@ -158,10 +158,14 @@ class SharedHostPool(HostPool):
         self._counters[RECORDED] = number
         return SharedMark(self, number)
 
+    def release(self, mark: SharedMark) -> None:
+        """Marks are numbers here: the event behind one is the pool's own."""
+
     def query(self, number: int) -> bool:
         """Whether the copies up to record ``number`` are in host memory. Never blocks."""
         while self._pending and self._pending[0][1].query():
-            self._counters[COMPLETED] = self._pending.popleft()[0]
+            self._counters[COMPLETED], event = self._pending.popleft()
+            self.events.release(event)
         if self._counters[COMPLETED] >= number:
             return True
         if self.is_writer or self._counters[RECORDED] < number or not self._events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from hisparse_sgl.config import HiSparseConfig
 from hisparse_sgl.mem_pool.device_pool import DevicePool
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import IndexGroup, KVLayout
+from hisparse_sgl.mem_pool.marks import Events
 from hisparse_sgl.mem_pool.shared_host_pool import SharedHostPool
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.pool import HiSparsePool
 from hisparse_sgl.transfer_queue import PageCopy
-from hisparse_sgl.transfers import Transfers, upload_parts
+from hisparse_sgl.transfers import Lane, Transfers, upload_parts
 
 PAGE_SIZE, ROW_BYTES, LAYERS, PAGES = 4, 16, 3, 12
 LAYOUT = KVLayout.single(LAYERS, (ROW_BYTES,), PAGE_SIZE, (IndexGroup(0, (1,)), IndexGroup(2)), 8)
@@ -92,6 +94,62 @@ def test_a_mirror_uploads_what_was_not_uploaded_with_the_step(
     transfers.mirror([5, 6], [9, 8])
     land(transfers)
     assert torch.equal(host[:, [5, 6]], device[:, [9, 8]]) and len(uploads) == count + 1
+
+
+class FakeEvent:
+    """An event of CUDA: a wait is for the last record before it."""
+
+    made: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self) -> None:
+        self.over = False
+        self.made.append(self)
+
+    def record(self, stream: FakeStream) -> None:
+        self.over, self.recorded = False, (stream.name, stream.given)
+
+    def query(self) -> bool:
+        return self.over
+
+
+class FakeStream:
+    """A stream of CUDA: what it was given, and for what of the others it waits."""
+
+    def __init__(self, name: object) -> None:
+        self.name, self.given = name, 0
+        self.waits: list[tuple[object, int]] = []
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.waits.append(event.recorded)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def test_a_lane_waits_once_for_each_stream_and_uses_events_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, other = FakeStream("current"), FakeStream("other")
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
+    monkeypatch.setattr(FakeEvent, "made", [])
+    lane: Any = Lane(torch.device("cuda", 0), Events())
+    lane.behind = [current, other]
+    for step in range(3):
+        current.given, other.given = step, 10 * step
+        lane.start(step, lambda: None)
+    behind = [("current", 0), ("other", 0), ("current", 1), ("other", 10), ("current", 2), ("other", 20)]
+    assert lane.stream.waits == behind
+    marks = [mark for _, mark, _ in lane.pending]
+    assert len(set(map(id, marks))) == 3 and lane.num_completed == 0
+    marks[0].over = marks[1].over = True
+    assert list(lane.take(lane.num_completed)) == [0, 1]
+    for step in range(3, 6):
+        lane.start(step, lambda: None)
+    marks = [mark for _, mark, _ in lane.pending]
+    assert len(set(map(id, marks))) == 4, "no event marks two copies at once"
+    assert not any(mark.over for mark in marks) and lane.num_completed == 2
+    assert len(FakeEvent.made) == 5, "four marks and the event that is waited for"
 
 
 @pytest.mark.parametrize("device", DEVICES)
