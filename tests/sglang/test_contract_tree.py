@@ -75,6 +75,31 @@ def test_device_indices_are_the_slots_of_the_path_where_the_table_is(hand: ByHan
     assert hand.tree.prefix_pages(req) == (slots[: 2 * PAGE : PAGE] // PAGE).tolist()
 
 
+def test_an_admission_walks_its_prefix_once(hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = hand.publish(PROMPT)
+    node = match(hand, PROMPT).last_device_node
+    reqs = [
+        SimpleNamespace(
+            rid=rid, last_node=node, prefix_len=3 * PAGE, extra_key=None, full_untruncated_fill_ids=PROMPT
+        )
+        for rid in ("a", "b")
+    ]
+    walked: list[Any] = []
+    walk = type(hand.tree).prefix_pages
+    monkeypatch.setattr(
+        type(hand.tree), "prefix_pages", lambda self, req: walked.append(req) or walk(self, req)
+    )
+    lock = hand.tree.lock(node)
+    assert hand.coordinator.has_room(reqs[0])
+    hand.coordinator.admit(reqs[0])
+    assert hand.life.requests["a"].pages == (slots[: 3 * PAGE : PAGE] // PAGE).tolist()
+    assert hand.coordinator.has_room(reqs[1]) and walked == reqs
+    with pytest.raises(AssertionError):
+        hand.coordinator.admit(reqs[0])  # of whom the answer is not
+    hand.life.forget("a")
+    hand.tree.unlock(lock)
+
+
 def size_of(tree: Any) -> int:
     """Tokens of the tree; SGLang counts those of other components beside them."""
     return tree.total_size()[0]

@@ -94,6 +94,7 @@ class Coordinator:
         self.forward_stream: Any = None  # where forwards run, if not on the current one
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
+        self.asked: tuple[Any, list[int]] = None, []  # last asked for room, and its prefix
         self.launching: list[tuple[ServedRequest, int]] = []
 
     def _open_pools(self, layout: KVLayout) -> None:
@@ -167,17 +168,25 @@ class Coordinator:
 
         Clients choose ids, and those of two tokenizers may be alike: the second request waits for the first.
         """
+        prefix = self.tree.prefix_pages(req)
         room = req.rid not in self.lifecycle.requests and self.lifecycle.has_room(
-            self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids)
+            prefix, len(req.full_untruncated_fill_ids)
         )
+        self.asked = req, prefix
         if not room:
             self.deferred = True
             self.counters.deferred_admissions += 1
         return room
 
     def admit(self, req: Any) -> None:
-        """The request is in the next prefill batch: pin its prefix, start to restore what is missing."""
-        self.lifecycle.admit(req.rid, req, self.tree.prefix_pages(req), len(req.full_untruncated_fill_ids))
+        """The request is in the next prefill batch: pin its prefix, start to restore what is missing.
+
+        ``has_room`` was just asked about it, and its prefix is locked since.
+        """
+        (asked, prefix), self.asked = self.asked, (None, [])
+        cached = len(prefix) * self.lifecycle.page_size
+        assert asked is req and cached == req.prefix_len, (req.rid, cached, req.prefix_len)
+        self.lifecycle.admit(req.rid, req, prefix, len(req.full_untruncated_fill_ids))
 
     def allocate_spec_scratch(self, req_pool_indices: Sequence[int]) -> None:
         """The rows of the prefill batch that the allocator is about to be asked for, in batch order."""
