@@ -7,8 +7,11 @@ import hashlib
 import json
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +25,15 @@ pytest.importorskip("prometheus_client", reason="benchmarks.engine reads metrics
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from benchmarks.engine import __main__ as main
 from benchmarks.engine import client as client_module
-from benchmarks.engine import compare, conversations, matrix, soak
+from benchmarks.engine import compare, conversations, matrix, rest, results, soak
 from benchmarks.engine.answers import ask_server, prompt, the_prompts
 from benchmarks.engine.client import Answer, Client, parse_metrics
 from benchmarks.engine.matrix import Job
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, WORKING_SET, Launch
+from benchmarks.engine.timed import TIMED, Run, Timed, plan
 
 PAGE = 4
 SCALE = 500
@@ -142,7 +147,7 @@ class Fake:
     async def metrics(self, request: web.Request) -> web.Response:
         labels = 'model_name="m",tp_rank="0"'
         lines = [f"hisparse:{name}{{{labels}}} {value}" for name, value in self.counts.items()]
-        for name in soak.IDLE_GAUGES:
+        for name in rest.IDLE_GAUGES:
             series, _, state = name.partition("/")
             kind = "mode" if series == "hisparse:requests" else "state"
             label = f'{labels},{kind}="{state}"' if state else labels
@@ -170,6 +175,8 @@ def stub(url: str, engine: str = "tight", trouble: tuple[str, ...] = (), **launc
         trouble=lambda: list(trouble),
         check_alive=lambda: None,
         sizes=list,
+        describe=lambda: f"{engine}: up",
+        host_pool_seconds=lambda: None,
         seconds_to_start=1.0,
     )
 
@@ -212,6 +219,50 @@ def test_an_error_in_the_stream_and_a_short_answer_raise() -> None:
     fake.stream = lambda *args: asyncio.sleep(0)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="0 tokens came back of the 2"):
         with_fake(fake, work)
+
+
+def test_no_request_takes_a_connection_that_the_server_may_close() -> None:
+    """The server ends a connection when a second request comes, as if it had closed it at that moment."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(0)
+        while await reader.readuntil(b"\r\n\r\n"):
+            connections[-1] += 1
+            if connections[-1] > 1:
+                break
+            await reader.readexactly(len(json.dumps({"rid": "1"})))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: keep-alive\r\n\r\n")
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, Client(f"http://127.0.0.1:{port}") as client:
+            for _ in range(3):
+                await client.abort("1")
+
+    asyncio.run(work())
+    assert connections == [1, 1, 1]
+
+
+def test_metrics_are_read_late_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "METRICS_AGE", 0.15)
+
+    async def work(url: str) -> list[float]:
+        async with Client(url) as client:
+            seconds = []
+            for _ in range(2):
+                await client.generate([1, 2], 1)
+                start = time.perf_counter()
+                await client.metrics()
+                seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            await client.metrics()
+            return [*seconds, time.perf_counter() - start]
+
+    late, again, at_once = with_fake(Fake(), work)
+    assert min(late, again) > 0.14 > at_once
 
 
 def test_metrics_keep_their_own_labels_only() -> None:
@@ -330,20 +381,48 @@ def test_times_are_held_against_their_limits() -> None:
     for record in group.values():
         record["passes"]["ttft"] = [0.1] * 7
         record["passes"]["batch_seconds"] = [0.4 if record["engine"] != "stock" else 1.0] * 3
-    assert broken(group) == []
+    assert not any(line.startswith("BROKEN") for line in compare.times(group))
+    assert set(group["tight"]["counts"]) == {"batch", "ttft"}
     group["resident"]["passes"]["ttft"] = [0.13] * 7
     group["tight"]["passes"]["ttft"] = [0.16] * 7
     group["tight"]["passes"]["batch_seconds"] = [0.6] * 3
-    assert len(broken(group)) == 3
+    assert sum(line.startswith("BROKEN") for line in compare.times(group)) == 3
+
+
+def write_records(group: compare.Group, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for engine, record in group.items():
+        (folder / f"{engine}.json").write_text(json.dumps(record))
 
 
 def test_records_are_read_by_group_and_judged(equal_group: compare.Group, tmp_path: Path) -> None:
-    for engine, record in equal_group.items():
-        (tmp_path / f"{engine}.json").write_text(json.dumps(record))
-    lines, holds = compare.compare(tmp_path, brief=True)
-    assert holds and len(lines) == 1 and "0 broken" in lines[0]
+    write_records(equal_group, tmp_path)
+    lines = compare.compare(tmp_path, brief=True)
+    assert len(lines) == 1 and "0 broken" in lines[0] and "14 rules hold" in lines[0]
+    assert main.summary(tmp_path, [], brief=True) == 0 and main.summary(tmp_path, ["x"], brief=True) == 1
     (tmp_path / "empty").mkdir()
-    assert compare.compare(tmp_path / "empty") == ([], False)
+    assert compare.compare(tmp_path / "empty") == [] and main.summary(tmp_path / "empty", [], True) == 1
+
+
+def test_results_have_a_line_for_each_server(equal_group: compare.Group, tmp_path: Path) -> None:
+    group = deepcopy(equal_group)
+    group["tight"]["passes"]["cold"]["answers"][1]["logprobs"][3] += 0.25
+    write_records(group, tmp_path / "records")
+    file = tmp_path / "lines.jsonl"
+    lost = {"printed": True, "engine": "tight", "model": "glm", "dtype": "bf16", "graphs": False}
+    lost["faults"] = {"fault zero_row": [0.5, 0.0, 0.0, 0.0]}
+    lost["counts"] = {"pressed": {"misses": 7}, "total": {"restores": 1, "mismatches": 0}}
+    file.write_text(json.dumps({"engine": "old"}) + "\n" + json.dumps(lost) + "\n")
+    lines = results.rewrite(tmp_path / "records", file, {"card": "a card"})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+    assert [line["engine"] for line in lines] == ["none", "resident", "stock", "tight", "tight"]
+    assert lines[3]["cold"]["stock cold"] == [0.0, 0.25, 0.0, 0.0] and lines[3]["card"] == "a card"
+    assert lines[1]["pressed"]["resident cold"] == [0.0] * 4 and "resident cold" not in lines[1]["cold"]
+    counts = lines[3]["counts"]
+    assert sum(counts[name]["restores"] for name in counts if name != "total") == counts["total"]["restores"]
+    text = list(results.table(lines))
+    assert len(text) == 2 + 3 + 4 and "| 3 of 4, 4 of 4 |" in text[3] and "no CUDA graphs" in text[4]
+    assert text[-1] == "| zero_row | 5.0e-01 | equal | equal | equal |"
 
 
 SHAPE = conversations.Shape(conversations=5, turns=3, shared=32, turn=8, answer=4)
@@ -369,33 +448,100 @@ def test_conversations_grow_and_keep_to_their_concurrency(concurrency: int) -> N
     assert 1.5 < run["itl_p50"] < 20 and run["ttft_p95"] >= run["ttft_p50"]
 
 
-def test_runs_alternate_and_are_written_at_once(tmp_path: Path) -> None:
-    file = tmp_path / "runs.jsonl"
-
-    async def work(url: str) -> list[dict[str, Any]]:
-        servers = {"roomy": url, "roomy_none": url}
-        return await conversations.alternate(servers, ["roomy"], file, 2, (2, 4), 60, SHAPE)
-
-    lines = with_fake(Fake(), work)
-    assert [(x["round"], x["concurrency"], x["engine"]) for x in lines[:3]] == [
-        (0, 2, "roomy"), (0, 2, "roomy_none"), (0, 4, "roomy"),
-    ]  # fmt: skip
-    assert [json.loads(line) for line in file.read_text().splitlines()] == lines and len(lines) == 8
-    assert lines[0]["counts"]["restores"] == 16 and "counts" not in lines[1]
-    found = conversations.medians(lines)
-    assert found["roomy", 4]["runs"] == 2 and len(conversations.show(found)) == 5
+def test_the_plan_takes_turns_and_leaves_slow_runs_for_the_end() -> None:
+    runs = plan([4, 16, 32], 3)
+    assert len(runs) == len(set(runs)) == 3 * (3 * 3 + 2 * 2)
+    first = [(run.engine, run.concurrency) for run in runs[:13]]
+    assert first[:3] == [("roomy_none", 4), ("roomy", 4), ("roomy_stock", 4)]
+    assert first[9:] == [("quarter_none", 32), ("quarter", 32), ("quarter_none", 16), ("quarter", 16)]
+    assert runs[13:15] == [Run("roomy", 4, 1), Run("roomy_none", 4, 1)]
+    assert [run.engine for run in runs[-6:]] == ["roomy_stock"] * 6
+    assert {run.engine for run in plan([4], 1)} == {"roomy_none", "roomy", "roomy_stock"}
 
 
-def test_no_run_starts_after_the_budget(tmp_path: Path) -> None:
-    async def work(url: str) -> list[dict[str, Any]]:
-        return await conversations.alternate({"roomy": url}, [], tmp_path / "x", 1, (2,), -1.0, SHAPE)
+def timed_server(url: str, engine: str, ends_after: int = 10**9) -> Any:
+    """Its check fails from that call on; so does its start if that is the first."""
+    server, calls = stub(url, engine, exact=False), [0]
 
-    assert with_fake(Fake(), work) == []
+    def check() -> None:
+        calls[0] += 1
+        if calls[0] > ends_after:
+            raise ServerDied(f"{engine} has ended")
+
+    async def start(limit: float) -> None:
+        if ends_after == 0:
+            raise ServerDied(f"{engine} did not start")
+
+    async def stop() -> None:
+        pass
+
+    server.check_alive, server.start, server.stop = check, start, stop
+    return server
+
+
+def run_timed(
+    servers: dict[str, int], out: Path, budget: float = 60.0, rounds: int = 2, refuse: bool = False
+) -> list[str]:
+    """``servers``: see ``timed_server``; each with a fake of its own. Answers what failed."""
+
+    async def serve(stack: AsyncExitStack) -> str:
+        fake = Fake()
+        fake.refuse = refuse
+        server = await stack.enter_async_context(TestServer(fake.app()))
+        return str(server.make_url("")).rstrip("/")
+
+    async def work() -> list[str]:
+        async with AsyncExitStack() as stack:
+            found = [timed_server(await serve(stack), name, ends) for name, ends in servers.items()]
+            timed = Timed(found, out, budget, 30, SHAPE, SHAPE)
+            await timed.start()
+            await timed.answers()
+            await timed.conversations([2, 16], rounds)
+            await timed.stop()
+            return timed.failures
+
+    return asyncio.run(work())
+
+
+def test_timed_runs_are_written_at_once_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.engine import timed
+
+    monkeypatch.setattr(timed, "ask_server", partial(ask_server, scale=SCALE))
+    assert run_timed(dict.fromkeys(TIMED, 99), tmp_path) == []
+    assert "16 of 16 conversation runs" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    runs = [line for line in lines if "counts" not in line]
+    assert [Run(run["engine"], run["concurrency"], run["round"]) for run in runs] == plan([2, 16], 2)
+    counted = {(x["engine"], x["concurrency"], x["round"]): x["counts"] for x in lines if "counts" in x}
+    assert len(counted) == 4 + 2 and counted["roomy", 2, 0]["restores"] == 16
+    assert set(counted["roomy", 2, 0]) >= {"misses", "unpins", "reuses"}
+    assert main.summary(tmp_path, [], brief=False) in (0, 1)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) < 35 and "(mean " in printed[-3] and "quarter" in printed[-1]
+    assert sum("counts, all runs" in line for line in printed) == 2
+    assert any("tight TTFT" in line for line in printed) and not any("audit" in line for line in printed)
+
+
+def test_servers_that_end_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failures = run_timed({"quarter_none": 0, "quarter": 99}, tmp_path, rounds=1)
+    assert failures == ["quarter_none, start: quarter_none did not start"]
+    assert "quarter_none is left out" in capsys.readouterr().out
+    failures = run_timed({"roomy_none": 0, "roomy": 1}, tmp_path, rounds=1, refuse=True)
+    assert len(failures) == 3 and all("too long" in line for line in failures[1:])  # start, then the answers
+    lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
+    assert {json.loads(line)["engine"] for line in lines} == {"quarter"}
+
+
+def test_nothing_is_timed_after_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_timed({"roomy": 99}, tmp_path, budget=-1.0) == []
+    assert "0 of 4 conversation runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_quantiles_and_aims() -> None:
     assert conversations.quantile(range(1, 101), 0.95) == 95 and conversations.quantile([3.0], 0.5) == 3.0
-    figures = dict.fromkeys(conversations.FIGURES, 1.0)
+    figures: dict[str, float] = dict.fromkeys(conversations.FIGURES, 1.0)
     found = {
         (engine, 4): dict(figures)
         for engine in ("roomy", "roomy_none", "roomy_stock", "quarter", "quarter_none")
@@ -416,9 +562,9 @@ QUICK = soak.Load(
 )  # fmt: skip
 
 
-def soaked(fake: Fake, trouble: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+def soaked(fake: Fake, trouble: tuple[str, ...] = (), load: soak.Load = QUICK) -> tuple[list[str], list[str]]:
     async def work(url: str) -> tuple[list[str], list[str]]:
-        return await soak.soak(stub(url, "soak", trouble), 0.8, 3, QUICK)
+        return await soak.soak(stub(url, "soak", trouble), 0.8, 3, load)
 
     return with_fake(fake, work)
 
@@ -430,11 +576,22 @@ def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_soak_is_content_with_a_sound_server() -> None:
-    fake = Fake(step=0.004)
+    fake = Fake(step=0.01)
     lines, wrong = soaked(fake)
     assert wrong == []
     assert len(fake.bodies) > 60 and fake.aborted and fake.peak >= 20
     assert " 0 aborted" not in lines[0] and " 0 cut" not in lines[0] and "(0 cached)" not in lines[0]
+
+
+def test_soak_ends_in_time_and_counts_what_it_cut() -> None:
+    fake, start = Fake(), time.perf_counter()
+    fake.stream = lambda *args: asyncio.Event().wait()  # type: ignore[method-assign]
+    lines, wrong = soaked(fake, load=replace(QUICK, abort=0.0))
+    assert time.perf_counter() - start < 4.0
+    words = lines[0].split(" in the drain, of them ")
+    waiting, unanswered = int(words[0].split()[-1]), int(words[1].split()[0])
+    assert waiting == unanswered > 40 and " 0 cut" in lines[0]
+    assert wrong == [f"none of {waiting} requests was answered in the drain"]
 
 
 def test_soak_finds_leaks_mismatches_and_refusals() -> None:
@@ -518,6 +675,36 @@ def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
         asyncio.run(server.start(20))
 
 
+@pytest.mark.parametrize(
+    ("engine", "log", "seconds"),
+    [
+        ("none", "[2026-12-01 00:29:08] KV Cache is allocated. #tokens: 9\n", None),
+        (
+            "roomy",
+            "[2026-12-01 00:29:08] host memory pinned: 1.0 of 2.7 GiB in 0.3 s, 9.5 GiB/s\n"
+            "[2026-12-01 00:29:09] hisparse_sgl: 2.7 of 2.7 GiB in 1.4 s, 9.5 GiB/s\nmore\n",
+            1.4,
+        ),
+        (
+            "start_stock",
+            "[2026-12-01 00:30:56] Allocating kv hierarchical KV host pool: 9 tokens, 64.0 GB host memory.\n"
+            "a line of another process\n[2026-12-01 00:31:06] HiSparse: prefetch enabled\n"
+            "[2026-12-01 00:31:30] later\n",
+            10.0,
+        ),
+    ],
+)
+def test_seconds_of_the_host_pool_are_in_the_log(
+    tmp_path: Path, engine: str, log: str, seconds: float | None
+) -> None:
+    server = Server(Launch(engine, "/models/glm"), 1, tmp_path)
+    server.log.write_text(log)
+    assert server.host_pool_seconds() == seconds
+    assert (f"host pool in {seconds} s" in server.describe()) == (seconds is not None)
+    assert (" 64.0 GB of host memory" in server.describe()) == (seconds is not None)
+    assert not any("GiB in" in line for line in server.sizes())
+
+
 def test_a_server_that_hangs_is_stopped(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -532,14 +719,39 @@ def test_a_server_that_hangs_is_stopped(tmp_path: Path) -> None:
         server.check_alive()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_timed_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers are this file."""
+    monkeypatch.setattr(main, "Server", partial(Server, command=[sys.executable, __file__]))
+    monkeypatch.setattr(main, "Timed", partial(Timed, warm_up=SHAPE))
+    monkeypatch.setattr(conversations, "Shape", lambda answer: replace(SHAPE, answer=answer))
+    words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port()}"
+    words += " --concurrency 4 --rounds 1 --skip answers --answer 5"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
+    assert main.main() in (0, 1)  # whatever a fake's speed is
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(line.split(":")[0] for line in printed[:2]) == ["roomy", "roomy_none"]
+    assert printed[2] == "2 of 2 conversation runs" and "ITL p50" in printed[-1] and len(printed) == 8
+    lines = [json.loads(line) for line in (tmp_path / "timed/conversations.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and all(line["answer"] == 5 and "versions" in line for line in lines)
+    assert sorted(file.name for file in (tmp_path / "timed/logs").iterdir()) == [
+        "glm-bf16-graphs-roomy.log", "glm-bf16-graphs-roomy_none.log",
+    ]  # fmt: skip
+
+
 def test_a_job_starts_asks_and_stops_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is this file: see its end."""
     command = [sys.executable, __file__]
     monkeypatch.setattr(matrix, "Server", partial(Server, command=command))
     monkeypatch.setattr(matrix, "ask_server", partial(ask_server, scale=SCALE))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     job = Job(Launch("tight", "/models/glm", audit_every=20))
     asyncio.run(matrix.run_job(job, port, tmp_path, 60))
     record = json.loads((tmp_path / "glm-bf16-graphs-tight.json").read_text())

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import time
 from pathlib import Path
 
-from benchmarks.engine import compare, conversations, matrix
-from benchmarks.engine.answers import ask_server
-from benchmarks.engine.matrix import BASE_PORT, Job
+from benchmarks.engine import compare, conversations, matrix, results
+from benchmarks.engine.matrix import BASE_PORT
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, Launch
 from benchmarks.engine.soak import soak
+from benchmarks.engine.timed import TIMED, Timed
 
-FULL_FAILURES = 2
+FULL_FAILURES = 1
 """So many are printed with the end of their log, the others with its last line: the logs lie in --out."""
 
 
@@ -26,10 +25,12 @@ def print_failures(failures: list[str]) -> None:
 
 
 def summary(folder: Path, failures: list[str], brief: bool) -> int:
+    """Print what the results in ``folder`` say, the verdicts last; 0 if all rules hold and nothing failed."""
     print_failures(failures)
-    lines, holds = compare.compare(folder, brief)
-    print("\n".join(lines))
-    return 0 if holds and not failures else 1
+    table, verdicts = conversations.report(folder / "conversations.jsonl")
+    verdicts = [*compare.compare(folder, brief), *verdicts]
+    print("\n".join([*table, *verdicts]))
+    return 1 if failures or not verdicts or any(line.startswith("BROKEN") for line in verdicts) else 0
 
 
 async def run_matrix(args: argparse.Namespace) -> int:
@@ -48,47 +49,29 @@ async def run_matrix(args: argparse.Namespace) -> int:
     return summary(args.out, failures, brief=True)
 
 
-async def run_answers(args: argparse.Namespace) -> int:
-    """The timed part, in a folder of its own: servers start side by side, and are asked in turn."""
+async def run_timed(args: argparse.Namespace) -> int:
     args.out = args.out / "timed"
-    jobs = [Job(launch) for launch in launches(args)]
-    lock = asyncio.Lock()
-
-    async def run(job: Job, port: int) -> None:
-        server = Server(job.launch, port, args.out / "logs")
-        try:
-            await server.start(args.limit)
-            started.append(job)
-            await everybody_started(len(jobs))
-            async with lock:
-                record = await ask_server(server, "timed")
-            (args.out / f"{job.launch.name}.json").write_text(json.dumps(record))
-        finally:
-            ended.append(job)
-            await server.stop()
-
-    started: list[Job] = []
-    ended: list[Job] = []
-
-    async def everybody_started(count: int) -> None:
-        # A server that starts would disturb the one that is timed.
-        while len(set(map(id, started)) | set(map(id, ended))) < count:
-            await asyncio.sleep(0.2)
-
-    report = lambda line: print(line, flush=True)  # noqa: E731
-    failures = await matrix.queue(jobs, len(jobs), args.budget_seconds, run, report, port=args.port)
-    return summary(args.out, failures, brief=False)
+    args.out.mkdir(exist_ok=True)
+    shape = conversations.Shape(answer=args.answer)
+    timed = Timed(build_servers(args), args.out, args.budget_seconds, args.limit, shape)
+    try:
+        await timed.start()
+        if args.wait_for is not None:
+            await timed.wait_for(args.wait_for)
+        if args.skip != "answers":
+            await timed.answers()
+        if args.skip != "conversations":
+            await timed.conversations(args.concurrency, args.rounds)
+    finally:
+        await timed.stop()
+    return summary(args.out, timed.failures, brief=False)
 
 
 def launches(args: argparse.Namespace) -> list[Launch]:
     found = []
     for engine in args.engines:
-        audit = args.audit_every if ENGINES[engine].plugin else 0
-        graphs = not getattr(args, "no_graphs", False)
-        exact = getattr(args, "exact", False)
-        found.append(
-            Launch(engine, str(args.model), args.dtype, graphs, exact, audit, json.loads(args.options))
-        )
+        audit, options = args.audit_every * ENGINES[engine].plugin, json.loads(args.options)
+        found.append(Launch(engine, str(args.model), args.dtype, not args.no_graphs, False, audit, options))
     return found
 
 
@@ -107,36 +90,6 @@ async def stop_all(servers: list[Server]) -> None:
 
 def build_servers(args: argparse.Namespace) -> list[Server]:
     return [Server(launch, args.port + i, args.out / "logs") for i, launch in enumerate(launches(args))]
-
-
-async def run_conversations(args: argparse.Namespace) -> int:
-    begin = time.perf_counter()
-    servers = build_servers(args)
-    await start_all(servers, args.limit)
-    try:
-        for server in servers:
-            kind = server.launch.kind
-            sizes = f"{kind.device_bytes() / 2**20:.0f} MiB of rows and keys on the device"
-            host = f"{kind.host_bytes() / 1e9:.1f} GB of host memory"
-            up = f"up in {server.seconds_to_start:.0f} s"
-            print(f"{server.launch.engine}: {up}, {sizes}, {host}", flush=True)
-        names = [server.launch.engine for server in servers]
-        lines = await conversations.alternate(
-            dict(zip(names, [server.url for server in servers], strict=True)),
-            [name for name in names if ENGINES[name].plugin],
-            args.out / "conversations.jsonl",
-            args.rounds,
-            args.concurrency,
-            args.budget_seconds - (time.perf_counter() - begin),
-            about={"date": time.strftime("%Y-%m-%d"), "model": str(args.model.name)},
-        )
-        trouble = [line for server in servers for line in server.trouble()]
-    finally:
-        await stop_all(servers)
-    found = conversations.medians(lines)
-    verdicts = conversations.verdicts(found)
-    print("\n".join([*conversations.show(found), *verdicts, *trouble[:5]]))
-    return 1 if trouble or any(line.startswith("BROKEN") for line in verdicts) else 0
 
 
 async def run_soak(args: argparse.Namespace) -> int:
@@ -158,11 +111,7 @@ async def run_start(args: argparse.Namespace) -> int:
     for server in build_servers(args):
         try:
             await server.start(args.limit)
-            host = server.launch.kind.host_bytes() / 1e9
-            print(
-                f"{server.launch.engine}: up in {server.seconds_to_start:.1f} s, {host:.1f} GB of host memory"
-            )
-            print("\n".join(f"  {line[-160:]}" for line in server.sizes()[-4:]), flush=True)
+            print(server.describe(), flush=True)
         finally:
             await server.stop()
     return 0
@@ -170,6 +119,14 @@ async def run_start(args: argparse.Namespace) -> int:
 
 async def run_compare(args: argparse.Namespace) -> int:
     return summary(args.out, [], args.brief)
+
+
+async def run_results(args: argparse.Namespace) -> int:
+    versions = dict(word.split("=", 1) for word in args.versions)
+    given = {"card": args.card, "date": args.date, "command": args.command, "versions": versions}
+    lines = results.rewrite(args.out, args.to, {key: value for key, value in given.items() if value})
+    print("\n".join(results.table(lines)))
+    return 0
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -188,7 +145,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         one.add_argument("--budget-seconds", type=float, default=540, help="start nothing after this time")
         one.add_argument("--port", type=int, default=BASE_PORT, help="first of the servers' ports")
         one.add_argument("--audit-every", type=int, default=20, help="byte audit every so many steps")
-        if engines is not None:
+        if engines:
             one.add_argument("--model", type=Path, required=True, help="folder of a DSA checkpoint")
             one.add_argument("--engines", nargs="+", choices=ENGINES, default=engines)
             one.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16", help="of the KV rows")
@@ -204,19 +161,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--stagger", type=float, default=2.0, help="seconds between the first starts")
     one.add_argument("--only", nargs="*", help="jobs whose name contains one of these")
     one.add_argument("--again", action="store_true", help="also jobs whose record is in --out")
-    one = command(
-        "answers", run_answers, "time to first token and batch", ["none", "stock", "resident", "tight"]
-    )
     one = command("compare", run_compare, "the rules over what is in --out")
     one.add_argument("--brief", action="store_true", help="of rules that hold, only a count")
-    one = command(
-        "conversations", run_conversations, "multi-turn load", ["roomy_none", "roomy_stock", "roomy"]
-    )
+    one = command("results", run_results, "records of the matrix as JSON lines and as a table")
+    one.add_argument("--to", type=Path, default=Path("benchmarks/results/engine_equal.jsonl"))
+    one.add_argument("--card", help="these four over what the records say")
+    one.add_argument("--versions", nargs="+", default=[], help="like sglang=0.5.23")
+    one.add_argument("--date")
+    one.add_argument("--command")
+    one = command("timed", run_timed, "times of answers and of multi-turn load", list(TIMED))
     one.set_defaults(audit_every=0)
+    one.add_argument("--skip", choices=("answers", "conversations"))
     one.add_argument("--concurrency", type=int, nargs="+", default=[4, 16, 32])
     one.add_argument("--rounds", type=int, default=3)
+    one.add_argument("--answer", type=int, default=64, help="tokens of an answer in a conversation")
+    one.add_argument("--wait-for", type=Path, help="time nothing before this file is there")
     one = command("soak", run_soak, "random load with the byte audit", ["soak"])
-    one.add_argument("--seconds", type=float, default=300)
+    one.add_argument("--seconds", type=float, default=300, help="of load and drain together")
     one.add_argument("--seed", type=int, default=0)
     command("start", run_start, "seconds to start with 64 GB of host memory", ["roomy", "start_stock"])
     return parser.parse_args(argv)

@@ -20,6 +20,17 @@ _PROCESS_LABELS = {
 }  # fmt: skip
 
 
+COUNTS = {
+    "misses": ("hisparse:hot_lookups_total", "hisparse:hot_hits_total"),
+    "unpins": ("hisparse:pages_unpinned_total",),
+    "reuses": ("hisparse:pages_reused_total",),
+    "restores": ("hisparse:pages_restored_total",),
+    "mismatches": ("hisparse:audit_mismatches_total",),
+    "retractions": ("hisparse:retractions_total",),
+}
+"""Short names of the plugin's counters; the second series is subtracted."""
+
+
 @dataclass
 class Answer:
     """What came back. Seconds count from the sending of the request; gaps lie between tokens."""
@@ -63,9 +74,12 @@ class Client:
         self.url = url
         self.caches = caches
         self.timeout = aiohttp.ClientTimeout(total=timeout)
+        self.last_work = time.perf_counter()
 
     async def __aenter__(self) -> Client:
-        connector = aiohttp.TCPConnector(limit=0)
+        # The server closes a connection that rested for 5 s, and a request that is on its way then is lost.
+        # So each takes a connection of its own.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self.session = aiohttp.ClientSession(
             self.url, connector=connector, timeout=self.timeout, read_bufsize=2**20
         )
@@ -110,6 +124,7 @@ class Client:
                         if first is not None and answer.tokens:
                             first.set()
         finally:
+            self.last_work = time.perf_counter()
             if first is not None:
                 first.set()
         if exact_length and not answer.aborted and len(answer.tokens) != new_tokens:
@@ -125,6 +140,7 @@ class Client:
         if not self.caches:
             return
         async with self.session.post("/flush_cache", params={"timeout": str(patience)}) as response:
+            self.last_work = time.perf_counter()
             if response.status != 200:
                 raise RuntimeError(f"/flush_cache answers {response.status}: {await response.text()}")
 
@@ -135,14 +151,12 @@ class Client:
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return False
 
-    async def metrics(
-        self, prefixes: Iterable[str] = ("hisparse:",), age: float | None = None
-    ) -> dict[str, float]:
-        """Series by name and own labels, like ``hisparse:device_pages/free``, as they are now.
+    async def metrics(self, prefixes: Iterable[str] = ("hisparse:",)) -> dict[str, float]:
+        """Series by name and own labels, like ``hisparse:device_pages/free``, with all that was asked for.
 
-        ``age`` seconds are waited for that, by default ``METRICS_AGE``.
+        Returns ``METRICS_AGE`` seconds after the last answer or flush at the earliest.
         """
-        await asyncio.sleep(METRICS_AGE if age is None else age)
+        await asyncio.sleep(self.last_work + METRICS_AGE - time.perf_counter())
         async with self.session.get("/metrics/") as response:
             response.raise_for_status()
             return parse_metrics(await response.text(), tuple(prefixes))
@@ -158,3 +172,10 @@ def parse_metrics(text: str, prefixes: tuple[str, ...]) -> dict[str, float]:
                 key = "/".join([sample.name, *labels])
                 values[key] = values.get(key, 0.0) + sample.value
     return values
+
+
+def counts_of(metrics: dict[str, float]) -> dict[str, float]:
+    counts = {}
+    for name, (series, *less) in COUNTS.items():
+        counts[name] = metrics.get(series, 0.0) - sum(metrics.get(other, 0.0) for other in less)
+    return counts

@@ -1,4 +1,4 @@
-"""Multi-turn load: conversations over one shared prefix, several at a time, engines in turn.
+"""Multi-turn load: conversations over one shared prefix, several at a time.
 
 Each of 32 conversations has 6 turns. A turn appends 2,000 new tokens to all that was said and is answered
 with 64. Concurrency bounds the requests in flight; conversations advance turn by turn.
@@ -10,15 +10,15 @@ import asyncio
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.engine.answers import counts_of, prompt
+from benchmarks.engine.answers import prompt
 from benchmarks.engine.client import Answer, Client
-from benchmarks.engine.settings import ENGINES
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def figures(answers: Sequence[Answer], seconds: float, shape: Shape) -> dict[str
         "ttft_p50": quantile(ttft, 0.5),
         "ttft_p95": quantile(ttft, 0.95),
         "itl_p50": quantile(gaps, 0.5),
+        "itl_mean": statistics.fmean(gaps),
         "itl_p95": quantile(gaps, 0.95),
         "tokens_per_second": sum(len(answer.tokens) for answer in answers) / seconds,
         "cached_share": sum(answer.cached for answer in answers) / (asked * shape.conversations),
@@ -80,45 +81,7 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -(-len(ordered) * round(share * 100) // 100) - 1)]
 
 
-async def alternate(
-    servers: dict[str, str],
-    ours: Sequence[str],
-    file: Path,
-    rounds: int,
-    concurrencies: Sequence[int],
-    budget: float,
-    shape: Shape = Shape(),
-    about: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """Runs over all engines in turn; each is appended to ``file`` as a JSON line when it is over.
-
-    Args:
-        servers: URL of each engine, all of them up; one at a time is asked.
-        ours: those that have the plugin's metrics.
-        budget: seconds after which no run is started.
-        about: added to every line.
-    """
-    end, lines, before = time.perf_counter() + budget, [], dict[str, dict[str, float]]()
-    for round_ in range(rounds):
-        for concurrency in concurrencies:
-            for engine, url in servers.items():
-                if time.perf_counter() > end:
-                    return lines
-                async with Client(url, ENGINES[engine].caches) as client:
-                    run = await converse(client, shape, concurrency, seed=1000 * round_ + concurrency)
-                    line = {"engine": engine, "concurrency": concurrency, "round": round_, **run}
-                    if engine in ours:
-                        counts = counts_of(await client.metrics())
-                        last = before.get(engine, {})
-                        line["counts"] = {k: v - last.get(k, 0.0) for k, v in counts.items()}
-                        before[engine] = counts
-                lines.append(line | (about or {}))
-                with file.open("a") as out:
-                    out.write(json.dumps(lines[-1]) + "\n")
-    return lines
-
-
-FIGURES = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "tokens_per_second", "cached_share")
+FIGURES = ("ttft_p50", "ttft_p95", "itl_p50", "itl_mean", "itl_p95", "tokens_per_second", "cached_share")
 
 
 def medians(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
@@ -151,6 +114,8 @@ def verdicts(found: dict[tuple[str, int], dict[str, float]]) -> list[str]:
             if value is not None:
                 holds = limit is None or sign * value >= sign * limit
                 aim = "" if limit is None else f", {'at least' if sign > 0 else 'at most'} {limit:.2f}"
+                if name.startswith("ITL"):
+                    aim = f" (mean {ratio('itl_mean', roomy, none):.3f}){aim}"
                 lines.append(f"{'ok    ' if holds else 'BROKEN'} {concurrency}: {name} {value:.3f}{aim}")
     return lines
 
@@ -162,3 +127,28 @@ def show(found: dict[tuple[str, int], dict[str, float]]) -> list[str]:
         cells = "".join(f"{values[name]:11.2f}" for name in FIGURES)
         lines.append(f"{engine:14} {concurrency:4} {int(values['runs']):4}{cells}")
     return lines
+
+
+def counted(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """What the plugin counted in all runs of an engine."""
+    totals: dict[str, Counter[str]] = {}
+    for line in lines:
+        totals.setdefault(line["engine"], Counter()).update(line["counts"])
+    return [
+        f"{engine} counts, all runs: {', '.join(f'{name} {int(value)}' for name, value in total.items())}"
+        for engine, total in totals.items()
+    ]
+
+
+def report(file: Path) -> tuple[list[str], list[str]]:
+    """The table of the runs in ``file``, and the verdicts. Nothing if there is no such file.
+
+    Runs with another length of answers than the last one's are left out.
+    """
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    runs = [line for line in lines if "counts" not in line]
+    runs = [run for run in runs if run["answer"] == runs[-1]["answer"]]
+    if not runs:
+        return [], []
+    found = medians(runs)
+    return [*show(found), *counted([line for line in lines if "counts" in line])], verdicts(found)

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.engine.client import Client
 from benchmarks.engine.settings import Launch
@@ -22,6 +24,11 @@ TROUBLE = re.compile(
     r"|CUDA error"
 )
 """Lines of the log that no run may have."""
+
+
+STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
+PINNED = re.compile(r" of \S+ GiB in (\S+) s")
+"""Ours says it chunk by chunk, with the seconds since the first."""
 
 
 class ServerDied(RuntimeError):
@@ -122,7 +129,45 @@ class Server:
 
     def sizes(self) -> list[str]:
         """What the log says of the pools."""
-        return [line for line in self.lines() if "hisparse_sgl: " in line or "KV Cache is allocated" in line]
+        words = ("hisparse_sgl: ", "KV Cache is allocated", "KV host pool")
+        return [x for x in self.lines() if any(word in x for word in words) and not PINNED.search(x)]
+
+    def host_pool_seconds(self) -> float | None:
+        """How long the log says that allocating and pinning the host pool took; None without one.
+
+        SGLang's own says when it begins: the time until its next line, in whole seconds.
+        """
+        lines = self.lines()
+        if pinned := [found[1] for line in lines if (found := PINNED.search(line))]:
+            return float(pinned[-1])
+        begin = next((i for i, line in enumerate(lines) if "KV host pool" in line), len(lines))
+        stamps = [datetime.fromisoformat(x[1]) for line in lines[begin:] if (x := STAMP.match(line))]
+        return (stamps[1] - stamps[0]).total_seconds() if len(stamps) > 1 else None
+
+    def describe(self) -> str:
+        """One line: seconds to start, and sizes of the checkpoint ``glm`` in bf16."""
+        kind, pool = self.launch.kind, self.host_pool_seconds()
+        host, device = f"{kind.host_bytes() / 1e9:.1f} GB", f"{kind.device_bytes() / 2**20:.0f} MiB"
+        line = f"{self.launch.engine}: up in {self.seconds_to_start:.1f} s"
+        line += f", host pool in {pool:.1f} s" if pool is not None else ""
+        sizes = f"; {device} of rows and keys on the device" + (
+            f", {host} of host memory" if kind.ratio else ""
+        )
+        return line + (sizes if self.launch.dtype == "bf16" else "")
+
+
+def machine() -> dict[str, Any]:
+    """Card, versions and date, for the records."""
+    versions = {}
+    for name in ("sglang", "torch", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        card = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split("\n")[0]
+    except (OSError, subprocess.TimeoutExpired):
+        card = ""
+    return {"card": card or None, "versions": versions, "date": time.strftime("%Y-%m-%d")}
 
 
 def _spawn(

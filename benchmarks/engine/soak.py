@@ -16,16 +16,8 @@ import aiohttp
 
 from benchmarks.engine.answers import prompt
 from benchmarks.engine.client import Client
+from benchmarks.engine.rest import METRICS, at_rest, contradictions
 from benchmarks.engine.server import Server
-
-METRICS = ("hisparse:", "sglang:num_running_reqs", "sglang:num_queue_reqs")
-IDLE_GAUGES = (
-    "sglang:num_running_reqs", "sglang:num_queue_reqs", "hisparse:pending_spills",
-    "hisparse:host_pages/in_use",
-    *(f"hisparse:requests/{mode}" for mode in ("resident", "hybrid", "hot")),
-    *(f"hisparse:device_pages/{state}" for state in ("hot", "dirty", "spilling", "clean", "restoring")),
-)  # fmt: skip
-"""All 0 when nothing runs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +34,8 @@ class Load:
     most_new: int = 200
     abort: float = 0.15
     abort_within: float = 2.0
+    drain: float = 0.15
+    """Of the time: no more requests arrive."""
 
 
 @dataclass
@@ -52,6 +46,8 @@ class Tally:
     finished: int = 0
     aborted: int = 0
     cut: int = 0  # connections closed by us
+    waiting: int = 0  # when the load was over
+    unanswered: int = 0  # when the drain was over: cut
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
@@ -68,13 +64,16 @@ class Soak:
         self.rng = Random(seed)
         self.tally = Tally()
         self.live: set[asyncio.Task[None]] = set()
+        self.enders: set[asyncio.Task[None]] = set()
+        self.over = False
         self.prefixes = [prompt(self.rng, self._length() * 2 // 3) for _ in range(load.prefixes)]
         self.histories: list[list[int]] = []
 
     async def run(self, seconds: float) -> Tally:
-        """Load for that long; returns when the last request is answered."""
-        end = time.perf_counter() + seconds
-        next_burst = time.perf_counter() + self.load.burst_every / 2
+        """Load, and then a drain; what is unanswered at the end is cut off."""
+        begin = time.perf_counter()
+        end = begin + seconds * (1 - self.load.drain)
+        next_burst = begin + self.load.burst_every / 2
         while time.perf_counter() < end:
             count = 1
             if time.perf_counter() >= next_burst:
@@ -83,11 +82,21 @@ class Soak:
             for _ in range(min(count, self.load.most_live - len(self.live))):
                 self._start()
             await asyncio.sleep(self.rng.expovariate(self.load.rate))
-        if self.live:
-            await asyncio.wait(self.live, timeout=300)
-        if self.live:
-            self.tally.failures.append(f"{len(self.live)} requests unanswered 300 s after the load")
+        await self._drain(begin + seconds)
         return self.tally
+
+    async def _drain(self, end: float) -> None:
+        tally = self.tally
+        tally.waiting, before = len(self.live), tally.finished + tally.aborted
+        if self.live:
+            await asyncio.wait(self.live, timeout=max(0.0, end - time.perf_counter()))
+        if self.live and tally.finished + tally.aborted == before:
+            tally.failures.append(f"none of {tally.waiting} requests was answered in the drain")
+        self.over = True
+        left = [*self.live, *self.enders]
+        for task in self.live:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     def _start(self) -> None:
         self.tally.started += 1
@@ -100,14 +109,15 @@ class Soak:
         if self.rng.random() < self.load.abort:
             end = self._abort(rid) if self.rng.random() < 0.5 else self._cut(task)
             ender = asyncio.create_task(self._later(self.rng.uniform(0, self.load.abort_within), end))
-            self.live.add(ender)
-            ender.add_done_callback(self.live.discard)
+            self.enders.add(ender)
+            ender.add_done_callback(self.enders.discard)
 
     async def _request(self, rid: str, tokens: list[int], new_tokens: int) -> None:
         try:
             answer = await self.client.generate(tokens, new_tokens, rid=rid)
         except asyncio.CancelledError:
-            self.tally.cut += 1
+            self.tally.cut += not self.over
+            self.tally.unanswered += self.over
             return
         except (RuntimeError, aiohttp.ClientError, asyncio.TimeoutError) as error:
             self.tally.failures.append(f"{rid}, {len(tokens)} tokens: {error!r}"[:300])
@@ -145,49 +155,6 @@ class Soak:
         return prompt(self.rng, self._length())
 
 
-async def at_rest(client: Client, tries: int = 8, pause: float = 5.0) -> dict[str, float]:
-    """Metrics when nothing runs. SGLang brings its own up to date every 30 s at the latest."""
-    found = await client.metrics(METRICS)
-    for _ in range(tries):
-        if not any(found.get(name) for name in IDLE_GAUGES):
-            break
-        await asyncio.sleep(pause)
-        found = await client.metrics(METRICS)
-    return found
-
-
-def contradictions(busy: dict[str, float], flushed: dict[str, float], tally: Tally) -> list[str]:
-    """What is wrong with the metrics of a server that has come to rest, and then was flushed."""
-
-    def at(name: str) -> float:
-        return busy.get(f"hisparse:{name}", 0.0)
-
-    wrong = [f"{name} is {busy[name]:.0f} at rest" for name in IDLE_GAUGES if busy.get(name, 0.0)]
-    missing = [name for name in IDLE_GAUGES if name not in busy]
-    if missing:
-        wrong.append(f"metrics {missing} are missing")
-    never = ("audit_mismatches_total", "spill_failures_total", "restore_failures_total")
-    wrong += [f"{name} is {at(name):.0f}" for name in never if at(name)]
-    most = [
-        ("hot_hits_total", "hot_lookups_total"),
-        ("prefix_hit_tokens_total", "prefix_query_tokens_total"),
-    ]
-    wrong += [f"{one} {at(one):.0f} > {two} {at(two):.0f}" for one, two in most if at(one) > at(two)]
-    if at("pages_reused_total") + at("pages_adopted_total") > at("pages_unpinned_total"):
-        wrong.append("more pages were reused and adopted than unpinned")
-    parts = at("restored_bytes_total") + at("swapped_in_bytes_total")
-    if parts != at("host_to_device_bytes_total"):
-        wrong.append(f"host_to_device_bytes is {at('host_to_device_bytes_total'):.0f}, its parts {parts:.0f}")
-    if tally.cached_tokens > at("prefix_hit_tokens_total"):
-        wrong.append(f"answers had {tally.cached_tokens} tokens cached, more than prefix_hit_tokens")
-    if tally.prompt_tokens > at("prefix_query_tokens_total"):
-        wrong.append(f"answers had {tally.prompt_tokens} prompt tokens, more than prefix_query_tokens")
-    for pool, states in (("host_pages", ("evictable", "in_use")), ("device_pages", ("unpinned",))):
-        kept = {state: flushed.get(f"hisparse:{pool}/{state}", 0.0) for state in states}
-        wrong += [f"{pool} {state} is {value:.0f} after a flush" for state, value in kept.items() if value]
-    return wrong
-
-
 async def soak(server: Server, seconds: float, seed: int, load: Load = Load()) -> tuple[list[str], list[str]]:
     """Lines about the load and the counts, and all that was wrong. The server is up."""
     async with Client(server.url, timeout=900) as client:
@@ -198,20 +165,23 @@ async def soak(server: Server, seconds: float, seed: int, load: Load = Load()) -
             busy = await at_rest(client)
             await client.flush()
             flushed = await client.metrics(METRICS)
-            wrong += contradictions(busy, flushed, tally)
+            wrong += contradictions(busy, flushed, tally.prompt_tokens, tally.cached_tokens)
         except (RuntimeError, aiohttp.ClientError) as error:
             wrong.append(str(error))
     wrong += server.trouble()[:5]
-    name = f"{server.launch.name} seed {seed}"
+    return describe(f"{server.launch.name} seed {seed}", tally, busy), wrong
+
+
+def describe(name: str, tally: Tally, busy: dict[str, float]) -> list[str]:
+    """What was done, and what the plugin counted."""
     counts = {
         key.removeprefix("hisparse:").removesuffix("_total"): int(value)
         for key, value in busy.items()
         if key.startswith("hisparse:") and key.endswith("_total") and value
     }
-    lines = [
+    return [
         f"{name}: {tally.started} requests, {tally.finished} answered, {tally.aborted} aborted, "
-        f"{tally.cut} cut; tokens: {tally.prompt_tokens} of prompts ({tally.cached_tokens} cached), "
-        f"{tally.new_tokens} new",
+        f"{tally.cut} cut; {tally.waiting} in the drain, of them {tally.unanswered} unanswered and cut; "
+        f"tokens: {tally.prompt_tokens} of prompts ({tally.cached_tokens} cached), {tally.new_tokens} new",
         "  " + ", ".join(f"{key} {value}" for key, value in counts.items()),
     ]
-    return lines, wrong
