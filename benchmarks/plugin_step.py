@@ -165,7 +165,7 @@ class Run:
             for name in names:
                 setattr(owner, name, hooks.enter(name, getattr(owner, name)))
         for module in (runtime, transfers, sys.modules["hisparse_sgl.integrations.sglang.coordinator"]):
-            for name in ("upload", "upload_parts"):
+            for name in ("upload", "upload_cells", "upload_pair"):
                 if hasattr(module, name):
                     stand_in = hooks.stand_in("upload", getattr(module, name))
                     self.stack.enter_context(patch.object(module, name, stand_in))

@@ -17,7 +17,7 @@ from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.requests import Deltas
-from hisparse_sgl.transfers import upload, upload_parts
+from hisparse_sgl.transfers import upload, upload_cells
 
 STATS = ("hot_hits", "hot_lookups", "resident_rows", "unserved")
 
@@ -92,9 +92,7 @@ class Runtime:
             start = row * width + first
             cells.update(zip(range(start, start + len(run)), run, strict=True))
         if cells:
-            index, values = upload_parts(
-                where, (list(cells), torch.int64), (list(cells.values()), torch.int32)
-            )
+            index, values = upload_cells(cells, where)
             self.cells[index] = values
         if deltas.hot_regions:
             self._place_regions(deltas.hot_regions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,8 +19,6 @@ from hisparse_sgl.mem_pool.page_copies import PageCopies, Run
 from hisparse_sgl.metrics import Counters
 from hisparse_sgl.transfer_queue import Completion, PageCopy
 
-ALIGNMENT = 16  # bytes
-
 
 def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A 1-D tensor on ``device``; the CPU does not wait for the copy."""
@@ -31,19 +29,29 @@ def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch
     return staging.to(device, non_blocking=True)
 
 
-def upload_parts(device: torch.device, *parts: tuple[Sequence[int], torch.dtype]) -> tuple[torch.Tensor, ...]:
-    """A 1-D tensor on ``device`` of each of these values, int32 or int64, in one copy that the CPU does not
-    wait for. Each begins at a multiple of 16 bytes: Triton makes other code for an address that does not."""
-    spans, words = [], 0
-    for values, dtype in parts:
-        spans.append(slice(words, words + len(values) * dtype.itemsize // 4))
-        words += -(-len(values) * dtype.itemsize // ALIGNMENT) * (ALIGNMENT // 4)
-    staging = torch.empty(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+def upload_cells(cells: dict[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index int64 [n] and value int32 [n] of these cells, in one copy that the CPU does not wait for."""
+    split = 8 * len(cells)
+    staging = torch.empty(12 * len(cells), dtype=torch.uint8, pin_memory=device.type == "cuda")
     staged = staging.numpy()
-    for span, (values, dtype) in zip(spans, parts, strict=True):
-        staged[span].view(np.int64 if dtype is torch.int64 else np.int32)[:] = values
+    staged[:split].view(np.int64)[:] = list(cells)
+    staged[split:].view(np.int32)[:] = list(cells.values())
     packed = staging.to(device, non_blocking=True)
-    return tuple(packed[span].view(dtype) for span, (_, dtype) in zip(spans, parts, strict=True))
+    return packed[:split].view(torch.int64), packed[split:].view(torch.int32)
+
+
+def upload_pair(
+    first: list[int], second: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors int64 [n], in one copy that the CPU does not wait for."""
+    size = len(first)
+    start = size + size % 2  # at a multiple of 16 bytes: Triton makes other code for other addresses
+    staging = torch.empty(start + size, dtype=torch.int64, pin_memory=device.type == "cuda")
+    staged = staging.numpy()
+    staged[:size] = first
+    staged[start:] = second
+    packed = staging.to(device, non_blocking=True)
+    return packed[:size], packed[start:]
 
 
 class Lane:
@@ -134,7 +142,7 @@ class Transfers:
         self.pages = PageCopies(host, device)
         self.num_layers = device.buffer.shape[0]
         self.next_id = 0
-        self.uploaded: tuple[list[int], list[int], tuple[torch.Tensor, ...]] | None = None
+        self.uploaded: tuple[list[int], list[int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def run_behind(self, stream: torch.cuda.Stream) -> None:
         """From now on every copy waits for what ``stream`` was given too: the forward of another stream."""
@@ -155,10 +163,9 @@ class Transfers:
         """
         if not self.host.is_writer:
             return upload(slots, torch.int64, self.where)
-        int32 = torch.int32
-        written, *ids = upload_parts(self.where, (slots, torch.int64), (slots, int32), (rows, int32))
-        self.uploaded = slots, rows, tuple(ids)
-        return written
+        ids = upload_pair(slots, rows, self.where)
+        self.uploaded = slots, rows, ids
+        return ids[0]
 
     def mirror(self, slots: list[int], rows: list[int]) -> int:
         if not self.host.is_writer:
@@ -166,7 +173,7 @@ class Transfers:
         if self.uploaded is not None and self.uploaded[:2] == (slots, rows):
             ids = self.uploaded[2]
         else:
-            ids = upload_parts(self.where, (slots, torch.int32), (rows, torch.int32))
+            ids = upload_pair(slots, rows, self.where)
         self.uploaded = None
         slot_ids, row_ids = ids
         self.counters.device_to_host_bytes += len(slots) * self.num_layers * self.row.row_bytes

@@ -20,6 +20,8 @@ from hisparse_sgl.kernels.backend import (
 from hisparse_sgl.kernels.gather import check_pool, check_reachable
 from hisparse_sgl.kernels.rows import WORD_BYTES, RowFormat, row_view
 
+IDS = (torch.int32, torch.int64)
+
 
 @jit
 def _word_in_page(index, word, P: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
@@ -153,9 +155,9 @@ def scatter(
     Args:
         device: uint8 [layers, num_device_pages, page_bytes].
         host: uint8 [layers, num_host_pages, page_bytes]; mutated. Pinned CPU memory, or on the same device.
-        rows: int32 [n] device rows. A negative or too large one is skipped.
-        slots: int32 [n] host slots, all different. One below ``page_size`` (null page) or too large is
-            skipped.
+        rows: int32 or int64 [n] device rows. A negative or too large one is skipped.
+        slots: int32 or int64 [n] host slots, all different. One below ``page_size`` (null page) or too
+            large is skipped.
         fmt: byte layout of both pools.
         backend: see `backend.choose`.
 
@@ -165,9 +167,9 @@ def scatter(
         ValueError: a tensor does not fit the others or ``fmt``, or cannot be reached.
     """
     pair = _pair_of(device, host, fmt, backend)
-    check_tensor("rows", rows, torch.int32, (None,), pair.where)
+    check_tensor("rows", rows, IDS, (None,), pair.where)
     num_rows = rows.shape[0]
-    check_tensor("slots", slots, torch.int32, (num_rows,), pair.where)
+    check_tensor("slots", slots, IDS, (num_rows,), pair.where)
     num_items = num_rows * pair.layers
     if num_items == 0:
         return

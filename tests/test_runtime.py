@@ -106,9 +106,9 @@ def test_a_region_passes_on_within_one_batch_of_changes_in_either_order(side: Si
 
 
 def test_both_tables_are_written_by_one_upload(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads: list[tuple[object, ...]] = []
-    upload_parts = runtime.upload_parts
-    monkeypatch.setattr(runtime, "upload_parts", lambda *args: uploads.append(args) or upload_parts(*args))
+    uploads: list[dict[int, int]] = []
+    upload_cells = runtime.upload_cells
+    monkeypatch.setattr(runtime, "upload_cells", lambda c, where: uploads.append(c) or upload_cells(c, where))
     monkeypatch.delattr(runtime, "upload")
     tables = side.runtime.tables
     before = tables.page_table.clone()

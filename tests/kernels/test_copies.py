@@ -113,8 +113,9 @@ def test_followers_replay_the_plan_on_layer_views(wanted: str) -> None:
 
 
 @implementations
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @formats
-def test_scatter_copies_rows_in_all_layers(fmt: RowFormat, wanted: str) -> None:
+def test_scatter_copies_rows_in_all_layers(fmt: RowFormat, dtype: torch.dtype, wanted: str) -> None:
     torch.manual_seed(1)
     device = device_of(wanted)
     pool, host = random_pool(3, 5, fmt.page_bytes), random_pool(3, 7, fmt.page_bytes)
@@ -128,7 +129,7 @@ def test_scatter_copies_rows_in_all_layers(fmt: RowFormat, wanted: str) -> None:
         for row, slot in zip(rows, slots, strict=True):
             for part, where in enumerate(row_bytes(host, fmt, slot)):
                 target[where] = source[row_bytes(pool, fmt, row)[part]]
-    pairs = torch.tensor([*zip(rows, slots, strict=True), *skipped], dtype=torch.int32).to(device)
+    pairs = torch.tensor([*zip(rows, slots, strict=True), *skipped], dtype=dtype).to(device)
     result = host.pin_memory() if device == "cuda" else host
     scatter(pool.to(device), result, pairs[:, 0], pairs[:, 1], fmt, backend=wanted)
     if device == "cuda":
@@ -214,7 +215,7 @@ def test_pools_are_checked_when_they_change() -> None:
             with pytest.raises(ValueError, match=r"(host|device)\.shape"):
                 scatter(bad[0], bad[1], rows, slots, bad[2])
         with pytest.raises(ValueError, match=r"rows\.dtype"):
-            scatter(pool, host, rows.long(), slots, fmt)
+            scatter(pool, host, rows.short(), slots, fmt)
         with pytest.raises(ValueError, match="backend='cuda'"):
             scatter(pool, host, rows, slots, fmt, backend="cuda")
 

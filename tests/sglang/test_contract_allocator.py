@@ -31,7 +31,7 @@ from scenarios import HYBRID
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from hisparse_sgl import transfers
-from hisparse_sgl.transfers import upload_parts
+from hisparse_sgl.transfers import upload_pair
 
 PAGES, RATIO = 20, 2
 SETTINGS = replace(HYBRID, tokens=PAGES * PAGE, ratio=RATIO, copy_rate=0.0)
@@ -133,7 +133,7 @@ def test_alloc_decode_uploads_what_the_mirror_of_its_step_needs(
 ) -> None:
     reqs = [hand.prefill(tokens) for tokens in (PAGE - 2, 10, 2 * PAGE)]
     uploads: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(transfers, "upload_parts", lambda *args: uploads.append(args) or upload_parts(*args))
+    monkeypatch.setattr(transfers, "upload_pair", lambda *args: uploads.append(args) or upload_pair(*args))
     for count in range(1, 4):
         hand.forward(hand.decode(reqs))
         assert len(uploads) == count
