@@ -20,7 +20,8 @@ SPIN_CYCLES = 1_000_000
 """About 500 us: longer than the launch of a graph of 24 steps takes on the CPU."""
 
 KERNEL_READ_GBPS = 45.8
-"""What a kernel reads from pinned memory at most on an H200's PCIe 5.0 x16, measured before this project."""
+"""What a kernel read from pinned memory over PCIe 5.0 x16 of an H200 before this project; larger
+rows reach 50.9 (benchmarks/README.md)."""
 
 
 class Sample(NamedTuple):

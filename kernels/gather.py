@@ -164,7 +164,8 @@ def gather(
         plan: what `resolve` wrote; one with an order as `arrange` gave it. A slot outside the host pool gives
             a zero row; a destination out of range is skipped.
         fmt: byte layout of both pools.
-        beside: other kernels run at the same time: copy with few multiprocessors, at nearly the same rate.
+        beside: other kernels run at the same time: copy with few multiprocessors, which takes about a
+            quarter longer and leaves the others free.
         backend: see `backend.choose`.
 
     Raises:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from benchmarks.engine import compare, conversations, matrix, results
+from benchmarks.engine.checkpoints import CHECKPOINTS, write_checkpoint
 from benchmarks.engine.matrix import BASE_PORT
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, Launch
@@ -117,6 +118,13 @@ async def run_start(args: argparse.Namespace) -> int:
     return 0
 
 
+async def run_checkpoints(args: argparse.Namespace) -> int:
+    for name in args.names:
+        write_checkpoint(name, args.models / name)
+        print(f"{name}: {args.models / name}", flush=True)
+    return 0
+
+
 async def run_compare(args: argparse.Namespace) -> int:
     return summary(args.out, [], args.brief)
 
@@ -153,6 +161,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             one.add_argument("--options", default="{}", help="more fields of --hisparse-config, JSON")
         return one
 
+    one = command("checkpoints", run_checkpoints, "write the models that the other commands serve")
+    one.add_argument("--models", type=Path, required=True, help="folder to write them to")
+    one.add_argument("--names", nargs="+", choices=CHECKPOINTS, default=list(CHECKPOINTS))
     one = command("matrix", run_matrix, "all checkpoints, KV dtypes and engines: answers that must be equal")
     one.add_argument(
         "--models", type=Path, required=True, help="folder of checkpoints: glm, glm_full, deepseek_v32"
