@@ -271,7 +271,9 @@ def test_rows_of_any_dtype_with_the_right_bytes(pool: HiSparsePool) -> None:
     assert pool.rows(0)[row].view(torch.bfloat16).tolist() == [1.0] * 8
 
 
-@pytest.mark.parametrize("token_ids", [None, 7, {1: 2}, {1, 2}, iter([1, 2])], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "token_ids", [None, 7, {1: 2}, {1, 2}, iter([1, 2])], ids=lambda value: type(value).__name__
+)
 def test_tokens_of_a_wrong_type(idle: HiSparsePool, token_ids: Any) -> None:
     words = ("token_ids is", "the limit is a list", "convert")
     check_refused(idle, lambda p: p.admit("q", token_ids), words)
