@@ -2,7 +2,7 @@
 # DeepSeek V3.2 with HiSparse and the radix cache: 8 x H200 (141 GB), 1.5 TiB of host memory, 28 requests of up to 128K tokens.
 # Computed, not run yet. Run it in SGLang's environment after `pip install .` there. Further arguments are passed on to SGLang.
 #
-# The flags are those of: hisparse-sgl config deepseek-v3.2 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 28
+# Sizes and ratio are those of: hisparse-sgl config deepseek-v3.2 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 28
 # Sizes of each GPU; indexer rows for every host slot lie on the device, in all 61 layers:
 #   left for the cache       40.8 GiB = 0.85 x 140 GiB - 78.2 GiB of weights
 #   a device token           40,016 B of rows + host_to_device_ratio x 8,052 B of indexer rows = 168,848 B

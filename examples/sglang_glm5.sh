@@ -2,7 +2,7 @@
 # GLM-5.3 with HiSparse and the radix cache: 8 x H200 (141 GB), 1.5 TiB of host memory, 24 requests of up to 128K tokens.
 # Computed, not run yet. Run it in SGLang's environment after `pip install .` there. Further arguments are passed on to SGLang.
 #
-# The flags are those of: hisparse-sgl config glm-5.3 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 24
+# Sizes and ratio are those of: hisparse-sgl config glm-5.3 --host-ram-gib 1536 --host-reserve-gib 128 --concurrency 24
 # Sizes of each GPU; indexer rows for every host slot lie on the device, in the 21 layers that run an indexer:
 #   left for the cache       32.5 GiB = 0.85 x 140 GiB - 86.5 GiB of weights
 #   a device token           51,168 B of rows + host_to_device_ratio x 2,772 B of indexer rows = 70,572 B

@@ -270,7 +270,7 @@ def test_metrics_keep_their_own_labels_only() -> None:
     assert parse_metrics(text, ("a:",)) == {"a:x_total": 5, "a:p/hot": 1}
 
 
-def test_the_prompts_are_those_of_serve_once() -> None:
+def test_the_prompts_stay_the_same() -> None:
     from random import Random
 
     rng = Random(0)

@@ -38,7 +38,7 @@ def prompt(rng: Random, tokens: int) -> list[int]:
 
 
 def the_prompts() -> list[list[int]]:
-    """Those of ``serve_once.py``: one stream of random numbers, seed 0."""
+    """One stream of random numbers, seed 0: the same in every run."""
     rng = Random(0)
     return [prompt(rng, tokens) for tokens in PROMPT_TOKENS]
 

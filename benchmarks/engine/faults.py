@@ -2,8 +2,8 @@
 
 A second SGLang plugin wraps methods of ours in every process of the server and acts while a file names a
 fault. What it damages stays so in the prefix cache, and ``zero_row`` only meets prompts that are computed
-from their start: flush the cache before and after a fault. Only for ``--disable-cuda-graph``: what a graph
-replays does not come by here.
+from their start: flush the cache before and after a fault. Only for ``--cuda-graph-backend-decode disabled``:
+what a graph replays does not come by here.
 """
 
 from __future__ import annotations
