@@ -40,6 +40,12 @@ SCALE = 500
 
 
 @pytest.fixture(autouse=True)
+def servers_find_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is this file, run from another folder, imports ``benchmarks``."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of the fake are never old."""
     monkeypatch.setattr(client_module, "METRICS_AGE", 0.0)
