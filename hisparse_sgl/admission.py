@@ -55,9 +55,9 @@ class AdmissionControl:
         new = self._num_pages(prompt_tokens) - len(match.pages)
         if not self.make_host_room(new):
             return "host pages"
-        if self.is_hot(prompt_tokens) and not self.residency.free_regions:
-            return "device pages"
-        while True:  # giving hot regions can unpin or reuse pages of this very prefix
+        while True:  # giving hot regions can take pages of this very prefix, and the last region
+            if self.is_hot(prompt_tokens) and not self.residency.free_regions:
+                return "device pages"
             target = self._device_pages(match, prompt_tokens, requests)
             if self.residency.available >= target:
                 return None

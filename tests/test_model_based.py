@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from random_pools import ACTIONS
+from soak import run_chunk
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -93,3 +94,10 @@ DEFERRALS = (
     "extend: host pages",
     "extend: restoring",
 )
+
+
+@pytest.mark.parametrize(("seed", "actions"), [(770049, 820), (770050, 170)])
+def test_what_long_runs_have_found(seed: int, actions: int) -> None:
+    """770049: making room takes unpinned pages of the prompt's own prefix. 770050: making room for a prompt
+    that needs a hot region gives the last one to another request."""
+    run_chunk(seed, actions)

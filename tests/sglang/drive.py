@@ -14,6 +14,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from traffic import Load, Traffic
 
 PATIENCE = 400  # steps without a forward while requests wait
+SLOW_COPIES = 40  # copies that requests may wait for, one after the other
 GRACE = 150  # steps that requests have to end by themselves
 
 
@@ -95,9 +96,10 @@ class Drive:
         if count != self.last_forward[0] or not self.traffic.live:
             self.last_forward = (count, self.num_steps)
         self.engine.memory.check(self.forwards)
-        if self.num_steps - self.last_forward[1] > PATIENCE:
+        patience = max(PATIENCE, round(SLOW_COPIES / self.engine.settings.copy_rate))
+        if self.num_steps - self.last_forward[1] > patience:
             waiting = [req.rid for req in self.scheduler.waiting_queue]
-            raise AssertionError(f"{PATIENCE} steps without a forward; waiting {waiting}")
+            raise AssertionError(f"{patience} steps without a forward; waiting {waiting}")
 
     def check_end(self) -> None:
         """Nothing runs and nothing is held: only the tree has pages, and all of them can be evicted."""
