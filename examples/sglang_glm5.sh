@@ -10,6 +10,8 @@
 #   host pool                3,456,768 tokens = 26 requests of 128K, 165 GiB; 8 ranks pin 1.29 TiB at start
 #   a hot region             4,096 rows of the device pool: what a request keeps there when the pool is full
 # More host tokens for the same device memory: a higher ratio, until the longest prompt no longer fits the device.
+# `config` also prints top_k, device_buffer_size and max_hot_requests, which the plugin chooses itself when they are not given;
+# --enable-metrics is added here. `plan` counts 64 tokens more in the host pool: its page 0 is null and holds no row of a request.
 set -euo pipefail
 
 exec "${PYTHON:-python3}" -m sglang.launch_server \
