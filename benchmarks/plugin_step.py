@@ -14,7 +14,6 @@ import logging
 import platform
 import sys
 import time
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -40,6 +39,7 @@ from benchmarks import report  # noqa: E402
 from hisparse_sgl import runtime, transfers  # noqa: E402
 
 engine: Any = import_module("engine")  # of tests/sglang
+traffic: Any = import_module("traffic")
 PAGE = engine.PAGE
 PERIOD = PAGE
 """Decode steps after which the work repeats: each request has then opened one page."""
@@ -195,20 +195,8 @@ class Run:
         length = self.context + index * PAGE // self.batch
         params = SamplingParams(max_new_tokens=10**6, temperature=1.0, ignore_eos=True)
         params.normalize(None)
-        return TokenizedGenerateReqInput(
-            rid=f"{index:06d}",
-            input_text=None,
-            input_ids=array("q", rng.choices(range(2, 500), k=length)),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-        )
+        prompt = rng.choices(range(2, 500), k=length)
+        return traffic.tokenized(f"{index:06d}", prompt, params, stream=False)
 
     def measure(self) -> dict[str, Any]:
         try:

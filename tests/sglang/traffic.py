@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -26,6 +26,26 @@ from texts import STOP, Text
 SALTED = "salt-1"  # a cache salt keeps it apart, an extra key the others
 TENANTS = (None, None, "adapter-1", SALTED)
 PRIORITIES = (0, 20, 40)  # farther apart than SGLang's threshold for preemption
+
+
+def tokenized(
+    rid: str, prompt: Iterable[int], params: SamplingParams, **more: Any
+) -> TokenizedGenerateReqInput:
+    """A request as the tokenizer sends it: token ids, and no log probabilities."""
+    return TokenizedGenerateReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=array("q", prompt),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        **more,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,18 +173,10 @@ class Traffic:
             max_new_tokens=most, temperature=1.0, stop_token_ids={STOP}, ignore_eos=rng.random() < 0.15
         )
         params.normalize(None)
-        return TokenizedGenerateReqInput(
-            rid=rid,
-            input_text=None,
-            input_ids=array("q", prompt),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=params,
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
+        return tokenized(
+            rid,
+            prompt,
+            params,
             stream=rng.random() < 0.5,
             extra_key=None if tenant == SALTED else tenant,
             cache_salt=tenant if tenant == SALTED else None,
