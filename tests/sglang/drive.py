@@ -96,7 +96,8 @@ class Drive:
         if count != self.last_forward[0] or not self.traffic.live:
             self.last_forward = (count, self.num_steps)
         self.engine.memory.check(self.forwards)
-        patience = max(PATIENCE, round(SLOW_COPIES / self.engine.settings.copy_rate))
+        rate = self.engine.settings.copy_rate  # 0: copies wait until a test lets them go
+        patience = max(PATIENCE, round(SLOW_COPIES / rate)) if rate else PATIENCE
         if self.num_steps - self.last_forward[1] > patience:
             waiting = [req.rid for req in self.scheduler.waiting_queue]
             raise AssertionError(f"{patience} steps without a forward; waiting {waiting}")
