@@ -43,30 +43,28 @@ class Residency:
 
     def cost(self, pages: Iterable[int]) -> int:
         """Free device pages that pinning these host pages takes: missing copies and unpinned ones."""
-        return sum(not self.leases.is_pinned(page) for page in pages)
+        return self.leases.pin_cost(pages)
 
     def pin(self, request: PagedRequest) -> None:
         """Pin what the request needs; missing pages start to be restored. The caller knows there is room."""
         first = self.first_needed(request)
         wanted = request.pages[first : request.pin_start]
-        present = [page for page in wanted if self.leases.device_page_of(page)]
-        for page in present:
-            self.leases.pin(page)
-        missing = [page for page in wanted if not self.leases.device_page_of(page)]
+        missing = self.leases.missing(wanted)
+        gone = set(missing)
+        present = [page for page in wanted if page not in gone] if missing else wanted
+        self.leases.pin_all(present)
         try:
             self.pages.restore(missing)
         except BaseException:
-            for page in present:
-                self.leases.unpin(page)
+            self.leases.unpin_all(present)
             raise
-        for page in missing:
-            self.leases.pin(page)
+        self.leases.pin_all(missing)
         request.pin_start = first
-        request.restoring = [page for page in request.pages[first:] if self.leases.is_restoring(page)]
+        request.restoring = self._restoring(request.pages[first:])
 
     def is_ready(self, request: PagedRequest) -> bool:
         """Every page that the request needs on the device can be read there."""
-        request.restoring = [page for page in request.restoring if self.leases.is_restoring(page)]
+        request.restoring = self._restoring(request.restoring)
         return not request.restoring and request.pin_start <= self.first_needed(request)
 
     def open_pages(self, request: PagedRequest, first: int) -> None:
@@ -130,12 +128,14 @@ class Residency:
     def cut(self, request: PagedRequest, count: int) -> list[int]:
         """Take the request's pages from index ``count`` on away from it; the caller frees them."""
         gone = request.pages[count:]
-        for page in reversed(request.pages[max(count, request.pin_start) :]):
-            self.leases.unpin(page)
+        self.leases.unpin_all(request.pages[max(count, request.pin_start) :][::-1])
         del request.pages[count:]
         request.pin_start = min(request.pin_start, count)
         request.restoring = [page for page in request.restoring if page not in gone]
         return gone
+
+    def _restoring(self, pages: list[int]) -> list[int]:
+        return [page for page in pages if self.leases.is_restoring(page)] if self.leases.restoring else []
 
     def _can_yield(self, request: PagedRequest) -> bool:
         if request.hot_pages or request.prefilling or request.restoring:
@@ -149,6 +149,5 @@ class Residency:
 
     def _unpin(self, request: PagedRequest, end: int) -> None:
         # Last page first: it is reused first, and the head of a prefix is worth more than its tail.
-        for page in reversed(request.pages[request.pin_start : end]):
-            self.leases.unpin(page)
+        self.leases.unpin_all(request.pages[request.pin_start : end][::-1])
         request.pin_start = max(request.pin_start, end)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from hisparse_sgl.mem_pool.block_pool import BlockPool
 
@@ -12,9 +11,10 @@ class DeviceLeases:
     """The one pool of device pages, and the CPU master of the residency table.
 
     State: `pool` over the device pages; `resident_page` [num_host_pages], the readable device page of a host
-    page or 0; `restoring`, host page -> device page whose content is still on its way (leased, in no reader's
-    sight); `hot`, the device pages leased as hot rows. A host page on the device has `pins` >= 1, or 0 while
-    it is unpinned: then its device page counts as free and stays readable until it is handed out again.
+    page or 0; `host_page` [num_device_pages], whose copy a device page was leased for last; `restoring`, host
+    page -> device page whose content is still on its way (leased, in no reader's sight); `hot`, the device
+    pages leased as hot rows. A host page on the device has `pins` >= 1, or 0 while it is unpinned: then its
+    device page counts as free and stays readable until it is handed out again.
     """
 
     def __init__(self, num_device_pages: int, num_host_pages: int) -> None:
@@ -30,6 +30,7 @@ class DeviceLeases:
         self.num_host_pages = num_host_pages
         self.pool = BlockPool(num_device_pages)
         self.resident_page = [0] * num_host_pages
+        self.host_page = [0] * num_device_pages
         self.restoring: dict[int, int] = {}
         self.hot: set[int] = set()
         self.unpinned = 0
@@ -65,6 +66,7 @@ class DeviceLeases:
         assert 0 < host_page < self.num_host_pages, f"host page {host_page} of {self.num_host_pages}"
         assert not self.device_page_of(host_page), f"host page {host_page} is on the device already"
         [device_page] = self.pool.get_new_blocks(1)
+        self.host_page[device_page] = host_page
         if readable:
             self._set_entry(host_page, device_page)
         else:
@@ -98,8 +100,7 @@ class DeviceLeases:
 
     def pin_all(self, host_pages: Sequence[int]) -> None:
         """Adds a pin to each of these pages, which are on the device."""
-        resident = self.resident_page
-        self.pool.pin_blocks([resident[page] or self._leased(page) for page in host_pages])
+        self.pool.pin_blocks(self._all_leased(host_pages))
         self._note_peak()
 
     def unpin(self, host_page: int) -> None:
@@ -108,22 +109,16 @@ class DeviceLeases:
         The host page must be durable then (design rule 3). The last pin of a restoring page cannot be
         dropped.
         """
-        device_page = self._leased(host_page)
-        last = self.pool.ref_counts[device_page] == 1
-        assert not (last and host_page in self.restoring), f"host page {host_page} is being restored"
-        self.pool.unpin_blocks([device_page], partial(self._forget, host_page))
-        self.unpinned += last
+        self.unpin_all([host_page])
 
     def unpin_all(self, host_pages: Sequence[int]) -> None:
-        """Drops a pin of each of these pages, all different."""
-        counts, resident = self.pool.ref_counts, self.resident_page
-        shared = [resident[page] for page in host_pages if counts[resident[page]] > 1]
-        if len(shared) < len(host_pages):
-            for page in host_pages:
-                self.unpin(page)
-            return
-        freed = self.pool.free_blocks(shared)
-        assert not freed, f"device pages {freed} lost their last pin among {len(host_pages)}"
+        """Drops a pin of each of these pages, all different; those at zero are reused in this order."""
+        blocks = self._all_leased(host_pages)
+        if self.restoring:
+            counts = self.pool.ref_counts
+            last = [p for p, d in zip(host_pages, blocks, strict=True) if counts[d] == 1]
+            assert self.restoring.keys().isdisjoint(last), f"some of host pages {last} are being restored"
+        self.unpinned += len(self.pool.unpin_blocks(blocks, self._forget))
 
     def drop(self, host_page: int) -> bool:
         """Takes a host page off the device: its device page is truly free and its table entry is 0.
@@ -160,6 +155,16 @@ class DeviceLeases:
 
     def is_pinned(self, host_page: int) -> bool:
         return self.pins(host_page) > 0
+
+    def missing(self, host_pages: Sequence[int]) -> list[int]:
+        """Those of these host pages that have no device page."""
+        resident, restoring = self.resident_page, self.restoring
+        return [page for page in host_pages if not resident[page] and page not in restoring]
+
+    def pin_cost(self, host_pages: Iterable[int]) -> int:
+        """Free device pages that it takes to pin these host pages: as many as have no pin now."""
+        counts, resident, restoring = self.pool.ref_counts, self.resident_page, self.restoring
+        return sum([not counts[resident[page] or restoring.get(page, 0)] for page in host_pages])
 
     def pins(self, host_page: int) -> int:
         """Pins on a host page: 0 if it is unpinned or not on the device."""
@@ -203,7 +208,12 @@ class DeviceLeases:
         self.resident_page[host_page] = device_page
         self._deltas[host_page] = device_page
 
-    def _forget(self, host_page: int, device_page: int) -> None:
+    def _all_leased(self, host_pages: Sequence[int]) -> list[int]:
+        resident = self.resident_page
+        return [resident[page] or self._leased(page) for page in host_pages]
+
+    def _forget(self, device_page: int) -> None:
+        host_page = self.host_page[device_page]
         assert self.resident_page[host_page] == device_page, (
             f"host page {host_page} left device page {device_page}"
         )
