@@ -413,21 +413,23 @@ def test_records_are_read_by_group_and_judged(equal_group: compare.Group, tmp_pa
 def test_results_have_a_line_for_each_server(equal_group: compare.Group, tmp_path: Path) -> None:
     group = deepcopy(equal_group)
     group["tight"]["passes"]["cold"]["answers"][1]["logprobs"][3] += 0.25
+    passes = group["tight"]["passes"]
+    passes["fault zero_row"] = deepcopy(passes["cold"])
+    passes["fault zero_row"]["answers"][0]["logprobs"][0] += 0.5
+    for record in group.values():
+        record["graphs"] = False
     write_records(group, tmp_path / "records")
     file = tmp_path / "lines.jsonl"
-    lost = {"printed": True, "engine": "tight", "model": "glm", "dtype": "bf16", "graphs": False}
-    lost["faults"] = {"fault zero_row": [0.5, 0.0, 0.0, 0.0]}
-    lost["counts"] = {"pressed": {"misses": 7}, "total": {"restores": 1, "mismatches": 0}}
-    file.write_text(json.dumps({"engine": "old"}) + "\n" + json.dumps(lost) + "\n")
+    file.write_text(json.dumps({"engine": "old"}) + "\n")
     lines = results.rewrite(tmp_path / "records", file, {"card": "a card"})
     assert [json.loads(line) for line in file.read_text().splitlines()] == lines
-    assert [line["engine"] for line in lines] == ["none", "resident", "stock", "tight", "tight"]
+    assert [line["engine"] for line in lines] == ["none", "resident", "stock", "tight"]
     assert lines[3]["cold"]["stock cold"] == [0.0, 0.25, 0.0, 0.0] and lines[3]["card"] == "a card"
     assert lines[1]["pressed"]["resident cold"] == [0.0] * 4 and "resident cold" not in lines[1]["cold"]
     counts = lines[3]["counts"]
     assert sum(counts[name]["restores"] for name in counts if name != "total") == counts["total"]["restores"]
     text = list(results.table(lines))
-    assert len(text) == 2 + 3 + 4 and "| 3 of 4, 4 of 4 |" in text[3] and "no CUDA graphs" in text[4]
+    assert len(text) == 2 + 2 + 4 and "| 3 of 4, 4 of 4 |" in text[3] and "no CUDA graphs" in text[3]
     assert text[-1] == "| zero_row | 5.0e-01 | equal | equal | equal |"
 
 

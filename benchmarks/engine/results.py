@@ -16,16 +16,12 @@ MACHINE = ("card", "versions", "date", "command")
 
 
 def rewrite(folder: Path, file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Write a line for each record in ``folder``; answers all lines of ``file``.
-
-    Lines of ``file`` that are marked ``printed`` stay: their records are lost.
+    """Write a line for each record in ``folder`` to ``file``, over what it had; answers the lines.
 
     Args:
         about: of ``MACHINE``, over what the records say.
     """
-    old = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     lines = [line_of(record, group) | about for group in load(folder).values() for record in group.values()]
-    lines += [line for line in old if line.get("printed")]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
 
@@ -90,7 +86,7 @@ def table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
                 line["engine"],
                 f"{equal(cold.get('stock cold'))}, {equal(pressed.get('stock cold'))}",
                 f"{furthest(cold.get('none cold'))}, {furthest(theirs.get('none cold'))}",
-                f"{line['warm']['cached_tokens']:,}" if "warm" in line else "-",
+                f"{line['warm']['cached_tokens']:,}",
                 f"{line['counts']['pressed']['misses']:,}",
                 f"{line['counts']['total']['restores']:,}",
                 f"{line['counts']['total']['mismatches']}",
