@@ -89,19 +89,21 @@ class Pages:
         """The page will be durable once its copies are through."""
         return page in self.to_spill or page in self.spill_ids
 
-    def open(self, page: int) -> None:
-        """Lease a device page for the first write to an empty host page."""
-        assert self.states[page] is PageState.EMPTY, (page, self.states[page])
+    def open(self, pages: list[int]) -> None:
+        """Lease device pages for the first write to empty host pages."""
+        used = [page for page in pages if self.states[page] is not PageState.EMPTY]
+        assert not used, f"host pages {used} are not empty"
         self.peak_in_use = max(self.peak_in_use, len(self.states) - 1 - self.allocator.num_free)
-        self.lease(page)
-        self._soil(page)
+        self.lease(pages)
+        for page in pages:
+            self._soil(page)
 
-    def lease(self, page: int, readable: bool = True) -> int:
-        """A resident device page for a host page, with one pin."""
-        device_page = self.leases.lease_resident(page, readable)
+    def lease(self, pages: list[int], readable: bool = True) -> list[int]:
+        """Resident device pages for these host pages, with one pin each."""
+        device_pages = self.leases.lease_resident(pages, readable)
         if self.on_lease:
-            self.on_lease([device_page])
-        return device_page
+            self.on_lease(device_pages)
+        return device_pages
 
     def lease_hot(self, n: int) -> list[int]:
         """Device pages for a hot region."""
@@ -185,10 +187,10 @@ class Pages:
         """
         if not pages:
             return
-        copies = []
+        lost = [page for page in pages if self.states[page] is not PageState.DURABLE]
+        assert not lost, f"host pages {lost} are not durable"
+        copies = list(map(PageCopy, pages, self.lease(pages, readable=self.ordered_restores)))
         for page in pages:
-            assert self.states[page] is PageState.DURABLE, (page, self.states[page])
-            copies.append(PageCopy(page, self.lease(page, readable=self.ordered_restores)))
             self.states[page] = PageState.RESTORING
         try:
             transfer_id = self.transfers.restore(copies)

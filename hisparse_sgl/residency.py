@@ -69,9 +69,9 @@ class Residency:
 
     def open_pages(self, request: PagedRequest, first: int) -> None:
         """Lease resident pages for ``request.pages[first:]``, just allocated, and trim the pins."""
-        for page in request.pages[first:]:
-            self.pages.open(page)
-            self.leases.pin(page)
+        opened = request.pages[first:]
+        self.pages.open(opened)
+        self.leases.pin_all(opened)
         self.promise(request, -min(request.promised, len(request.pages) - first))
         self._trim(request)
 

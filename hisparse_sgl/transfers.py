@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +20,9 @@ from hisparse_sgl.metrics import Counters
 from hisparse_sgl.transfer_queue import Completion, PageCopy
 
 
-def upload(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def upload(values: Sequence[int] | np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A 1-D tensor on ``device``; the CPU does not wait for the copy."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype)
-    staging = torch.empty(len(values), dtype=dtype, pin_memory=True)
+    staging = torch.empty(len(values), dtype=dtype, pin_memory=device.type == "cuda")
     staging.numpy()[:] = values
     return staging.to(device, non_blocking=True)
 

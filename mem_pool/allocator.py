@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from hisparse_sgl.mem_pool.block_pool import BlockPool
 from hisparse_sgl.mem_pool.extents import Extents
 
@@ -47,19 +49,27 @@ class TokenToKVAllocator:
         Appends the new pages to `pages`, near its last one. None, and nothing changed, when host pages are
         missing.
         """
-        needed = self.pages_needed(num_tokens, n, len(pages))
-        if needed > self.pool.num_free:
+        if not self.grow(pages, num_tokens + n):
             return None
+        return self.slots(pages, num_tokens, num_tokens + n).tolist()
+
+    def grow(self, pages: list[int], num_tokens: int) -> bool:
+        """Append the new pages that `num_tokens` tokens need to `pages`, near its last one.
+
+        False, and nothing changed, when host pages are missing.
+        """
+        needed = self.pages_needed(num_tokens, 0, len(pages))
+        if needed > self.pool.num_free:
+            return False
         pages += self.pool.get_new_blocks(needed, near=pages[-1] if pages else None)
-        slots: list[int] = []
-        position, end = num_tokens, num_tokens + n
-        while position < end:
-            index, offset = divmod(position, self.page_size)
-            count = min(self.page_size - offset, end - position)
-            first = pages[index] * self.page_size + offset
-            slots.extend(range(first, first + count))
-            position += count
-        return slots
+        return True
+
+    def slots(self, pages: Sequence[int], start: int, end: int) -> np.ndarray:
+        """Slots int64 [end - start] of positions start .. end-1 of a request with these pages."""
+        size = self.page_size
+        first, last = start // size, -(-end // size)
+        table = np.array(pages[first:last], dtype=np.int64)[:, None] * size + np.arange(size)
+        return table.reshape(-1)[start - first * size : end - first * size]
 
     def decode(self, batch: Sequence[tuple[list[int], int]]) -> list[int] | None:
         """One slot for each (pages, num_tokens) of the batch, at position num_tokens.

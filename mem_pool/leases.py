@@ -57,22 +57,25 @@ class DeviceLeases:
         """How often an unpinned page was pinned again, since the start."""
         return self.pool.num_adopted
 
-    def lease_resident(self, host_page: int, readable: bool = True) -> int:
-        """Leases a device page for a host page that has none, with one pin; asserts `num_free >= 1`.
+    def lease_resident(self, host_pages: Sequence[int], readable: bool = True) -> list[int]:
+        """Leases device pages for host pages, all different, that have none; each has one pin then.
 
-        With `readable=False` the table entry stays 0 until `make_readable`: use it for a restore. An unpinned
-        page may be reused for this, which clears the entry of another host page.
+        At most `num_free` of them (asserted). With `readable=False` the table entries stay 0 until
+        `make_readable`: use it for a restore. Unpinned pages may be reused for this, which clears the entries
+        of other host pages.
         """
-        assert 0 < host_page < self.num_host_pages, f"host page {host_page} of {self.num_host_pages}"
-        assert not self.device_page_of(host_page), f"host page {host_page} is on the device already"
-        [device_page] = self.pool.get_new_blocks(1)
-        self.host_page[device_page] = host_page
-        if readable:
-            self._set_entry(host_page, device_page)
-        else:
-            self.restoring[host_page] = device_page
+        for page in host_pages:
+            assert 0 < page < self.num_host_pages, f"host page {page} of {self.num_host_pages}"
+            assert not self.device_page_of(page), f"host page {page} is on the device already"
+        device_pages = self.pool.get_new_blocks(len(host_pages))
+        for host_page, device_page in zip(host_pages, device_pages, strict=True):
+            self.host_page[device_page] = host_page
+            if readable:
+                self._set_entry(host_page, device_page)
+            else:
+                self.restoring[host_page] = device_page
         self._note_peak()
-        return device_page
+        return device_pages
 
     def make_readable(self, host_page: int) -> None:
         """Publishes the table entry of a restoring page: its content has arrived."""

@@ -12,7 +12,7 @@ from hisparse_sgl.mem_pool.leases import DeviceLeases
 
 def test_resident_lease_sets_the_table() -> None:
     leases = DeviceLeases(4, 10)
-    device_page = leases.lease_resident(7)
+    [device_page] = leases.lease_resident([7])
     assert leases.resident_page[7] == leases.device_page_of(7) == device_page != 0
     assert leases.is_resident(7) and leases.is_pinned(7) and leases.pins(7) == 1
     assert leases.take_deltas() == {7: device_page}
@@ -22,8 +22,8 @@ def test_resident_lease_sets_the_table() -> None:
 
 def test_unpinned_page_stays_readable_until_reuse() -> None:
     leases = DeviceLeases(3, 10)
-    first = leases.lease_resident(1)
-    leases.lease_resident(2)
+    [first] = leases.lease_resident([1])
+    leases.lease_resident([2])
     leases.unpin(1)
     leases.take_deltas()
     assert leases.num_free == 1 and leases.is_resident(1) and not leases.is_pinned(1)
@@ -36,7 +36,7 @@ def test_unpinned_page_stays_readable_until_reuse() -> None:
 
 def test_prefix_hit_adopts_an_unpinned_page() -> None:
     leases = DeviceLeases(3, 10)
-    device_page = leases.lease_resident(1)
+    [device_page] = leases.lease_resident([1])
     assert leases.pin(1) is False and leases.pins(1) == 2
     leases.unpin(1)
     assert leases.unpinned == 0, "the other request still pins the page"
@@ -51,7 +51,7 @@ def test_prefix_hit_adopts_an_unpinned_page() -> None:
 def test_pins_of_several_pages_at_once() -> None:
     leases = DeviceLeases(4, 10)
     for page in (1, 2):
-        leases.lease_resident(page)
+        leases.lease_resident([page])
     leases.unpin(2)
     leases.pin_all([1, 2])
     assert (leases.pins(1), leases.pins(2), leases.adopted) == (2, 1, 1)
@@ -69,7 +69,7 @@ def test_pins_of_several_pages_at_once() -> None:
 
 def test_restoring_page_is_in_no_readers_sight() -> None:
     leases = DeviceLeases(3, 10)
-    device_page = leases.lease_resident(4, readable=False)
+    [device_page] = leases.lease_resident([4], readable=False)
     assert leases.device_page_of(4) == device_page
     assert leases.resident_page[4] == 0 and not leases.is_resident(4) and leases.is_restoring(4)
     assert leases.take_deltas() == {}
@@ -86,7 +86,7 @@ def test_restoring_page_is_in_no_readers_sight() -> None:
 
 def test_failed_restore_leaves_no_trace() -> None:
     leases = DeviceLeases(3, 10)
-    leases.lease_resident(4, readable=False)
+    leases.lease_resident([4], readable=False)
     assert leases.drop(4) is True
     assert leases.num_free == 2 and leases.device_page_of(4) == 0 and leases.take_deltas() == {}
     leases.check_integrity()
@@ -94,8 +94,8 @@ def test_failed_restore_leaves_no_trace() -> None:
 
 def test_drop() -> None:
     leases = DeviceLeases(4, 10)
-    leases.lease_resident(1)
-    leases.lease_resident(2)
+    leases.lease_resident([1])
+    leases.lease_resident([2])
     leases.unpin(2)
     leases.pin(1)
     with pytest.raises(AssertionError, match="2 pins"):
@@ -110,7 +110,7 @@ def test_drop() -> None:
 def test_hot_pages_and_peak() -> None:
     leases = DeviceLeases(6, 10)
     pages = leases.lease_hot(3)
-    leases.lease_resident(1)
+    leases.lease_resident([1])
     leases.release_hot(pages[:2])
     assert leases.num_in_use == 2 and leases.peak_in_use == 4 and leases.num_free == 3
     with pytest.raises(AssertionError, match="not hot"):
@@ -124,12 +124,12 @@ def test_hot_pages_and_peak() -> None:
 
 def test_misuse_is_asserted_and_changes_nothing() -> None:
     leases = DeviceLeases(2, 4)
-    leases.lease_resident(3)
+    leases.lease_resident([3])
     for misuse in (
-        lambda: leases.lease_resident(3),
-        lambda: leases.lease_resident(2),
-        lambda: leases.lease_resident(0),
-        lambda: leases.lease_resident(4),
+        lambda: leases.lease_resident([3]),
+        lambda: leases.lease_resident([2]),
+        lambda: leases.lease_resident([0]),
+        lambda: leases.lease_resident([4]),
         lambda: leases.lease_hot(1),
         lambda: leases.pin(1),
         lambda: leases.unpin(1),
@@ -150,8 +150,8 @@ def test_wrong_sizes() -> None:
 def test_check_integrity_sees_damage() -> None:
     def leased() -> DeviceLeases:
         leases = DeviceLeases(6, 6)
-        leases.lease_resident(1)
-        leases.lease_resident(2)
+        leases.lease_resident([1])
+        leases.lease_resident([2])
         leases.lease_hot(1)
         return leases
 
@@ -206,7 +206,7 @@ class LeasesMachine(RuleBasedStateMachine):
         absent = sorted(set(range(1, self.NUM_HOST)) - set(self.on_device()))
         page = data.draw(st.sampled_from(absent))
         self.reuse(1)
-        self.leases.lease_resident(page, readable)
+        self.leases.lease_resident([page], readable)
         self.pins[page] = 1
         if not readable:
             self.restoring.add(page)

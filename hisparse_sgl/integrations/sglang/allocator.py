@@ -83,7 +83,7 @@ class Allocator(hisparse.HiSparseTokenToKVPoolAllocator):
         """Slots int64 of a prefill batch, whose rows ``allocate_spec_scratch`` was told."""
         assert self.coordinator is not None
         slots = self.coordinator.extend(seq_lens_cpu.tolist())
-        assert slots is None or len(slots) == extend_num_tokens, (len(slots or ()), extend_num_tokens)
+        assert slots is None or len(slots) == extend_num_tokens, (len(slots), extend_num_tokens)
         return None if slots is None else upload(slots, torch.int64, self.slots_device)
 
     def alloc_decode(

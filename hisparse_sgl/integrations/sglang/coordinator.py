@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers import hisparse_coordinator as stock
 from sglang.srt.runtime_context import get_memory
@@ -195,19 +196,19 @@ class Coordinator:
             if request.row < 0:
                 self.lifecycle.bind(request, request.req.kv.req_pool_idx)
 
-    def extend(self, ends: Sequence[int]) -> list[int] | None:
-        """Slots of a prefill batch up to these lengths; None if host pages are missing."""
+    def extend(self, ends: Sequence[int]) -> np.ndarray | None:
+        """Slots int64 of a prefill batch up to these lengths; None if host pages are missing."""
         rows, self.scratch_rows = self.scratch_rows, []
         assert len(rows) == len(ends), f"{len(ends)} lengths for the rows {rows}"
-        slots: list[int] = []
+        slots: list[np.ndarray] = []
         for row, end in zip(rows, ends, strict=True):
             request = self.lifecycle.rows[row]
             more = self.lifecycle.extend(request, end)
             if more is None:
                 return None
-            slots += more
+            slots.append(more)
             self.launching.append((request, end))
-        return slots
+        return np.concatenate(slots)
 
     def can_decode(self, reqs: Sequence[Any]) -> bool:
         """Whether all of these can take a token more; the last moment at which one can be retracted."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
@@ -155,16 +157,17 @@ class Lifecycle:
         if request.pages:
             self.deltas.page_runs.append((row, 0, list(request.pages)))
 
-    def extend(self, request: ServedRequest, end: int) -> list[int] | None:
-        """Slots of positions [num_tokens, end); None, and nothing changed, if host pages are missing."""
+    def extend(self, request: ServedRequest, end: int) -> np.ndarray | None:
+        """Slots int64 of positions [num_tokens, end); None, and nothing changed, if host pages are missing."""
         held = len(request.pages)
         needed = self.allocator.pages_needed(request.num_tokens, end - request.num_tokens, held)
         own = min(needed, request.promised)
         if not self.make_host_room(needed, own):
             return None
         assert self.leases.num_free >= needed, f"{needed} device pages were promised"
-        slots = self.allocator.extend(request.pages, request.num_tokens, end - request.num_tokens)
-        assert slots is not None
+        grown = self.allocator.grow(request.pages, end)
+        assert grown, f"{needed} host pages are free"
+        slots = self.allocator.slots(request.pages, request.num_tokens, end)
         request.num_tokens = end
         if needed:
             self.residency.open_pages(request, held)
@@ -204,7 +207,7 @@ class Lifecycle:
     def _grow_a_page(self, request: ServedRequest) -> int:
         slots = self.extend(request, request.num_tokens + 1)
         assert slots is not None, f"no host page for row {request.row}, which can_grow promised"
-        return slots[0]
+        return int(slots[0])
 
     def make_host_room(self, pages: int, own: int = 0) -> bool:
         """Free host pages until ``pages`` of them are free besides promised ones; ``own`` are the caller's.
