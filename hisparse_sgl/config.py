@@ -55,7 +55,7 @@ class HiSparseConfig:
     query_rows: int = 1
     max_requests: int = 64
     max_hot_requests: int | None = None
-    eager_host_mirror: bool = True
+    eager_host_mirror: bool = False
     max_spill_pages: int | None = None
     admission_window: int | None = None
     eviction_policy: str = "lru"

@@ -250,7 +250,7 @@ class HiSparsePool:
         return self.device_pool.rows(layer, torch.uint8)
 
     def step_done(self) -> None:
-        """The forward is over: mirror its rows, take in completed copies, publish, unpin.
+        """The forward is over: copy what is full to the host, take in completed copies, publish, unpin.
 
         Raises:
             ValueError: ``write`` wrote some layers of the step and not the others, whose rows would be

@@ -15,7 +15,8 @@ class Residency:
     """Pins of requests, hot regions, and the pages promised to prompts that are still being prefilled.
 
     A request without a hot region pins every page it has, one with a region only its tail: so a page that
-    several requests share is unpinned when the last of them holds a region (rule 5), and no sooner.
+    several requests share is unpinned when the last of them holds a region (rule 5), and no sooner. Requests
+    with much in common may thus need fewer pages without regions than with them: then they keep their pages.
     """
 
     def __init__(self, pages: Pages, leases: DeviceLeases, sizes: Sizes, deltas: Deltas) -> None:
@@ -76,23 +77,35 @@ class Residency:
         self._trim(request)
 
     def relieve(self, target: int, requests: Iterable[PagedRequest]) -> bool:
-        """Give resident requests hot regions, largest context first, until ``target`` pages are available."""
+        """Give resident requests hot regions, largest context first, until ``target`` pages are available.
+
+        Only those whose regions take fewer pages than they give back, alone or with others of their prefix.
+        """
         if self.available >= target:
             return True
         self.pages.spill(self.sizes.spill_budget)
-        for request in sorted(filter(self._can_yield, requests), key=lambda r: (-len(r.pages), r.order)):
-            if self.available >= target or not self.can_give_hot:
+        resident = sorted(filter(self._can_yield, requests), key=lambda r: (-len(r.pages), r.order))
+        while self.available < target and self.can_give_hot:
+            chosen = self._next_to_yield([request for request in resident if not request.hot_pages])
+            if not chosen:
                 break
-            self.give_hot(request)
+            for request in chosen:
+                self.give_hot(request)
         return self.available >= target
 
     def has_room(self, request: PagedRequest, pages: int) -> bool:
         """Whether the request can take more pages. May give it a hot region.
 
-        It is not to become one that must yield and cannot, because its region does not fit any more.
+        It is not to become one that must yield and cannot, because its region does not fit any more: not even
+        when it is the last.
         """
-        stays_small = len(request.pages) + pages <= self.sizes.hot_pages + ACTIVE_TAIL_PAGES
-        if not (request.hot_pages or stays_small or self.available >= pages + self.sizes.hot_pages):
+        count = len(request.pages) + pages
+        most = self.leases.num_device_pages - 1 - self.sizes.hot_pages
+        stays = (
+            count <= self.sizes.hot_pages + ACTIVE_TAIL_PAGES
+            or self.available >= pages + self.sizes.hot_pages
+        )
+        if not (request.hot_pages or stays) and (count > most or self._pays(request)):
             if request.prefilling or request.restoring or not self.can_give_hot:
                 return False
             self.give_hot(request)
@@ -140,8 +153,44 @@ class Residency:
     def _can_yield(self, request: PagedRequest) -> bool:
         if request.hot_pages or request.prefilling or request.restoring:
             return False
-        # A context of no more than a region and a tail would take more pages than it gives back.
         return len(request.pages) > self.sizes.hot_pages + ACTIVE_TAIL_PAGES
+
+    def _pays(self, request: PagedRequest) -> bool:
+        """Whether the request alone pins more pages than a region and a tail take.
+
+        Requests share pages from the first one on, so one page tells it of all behind it.
+        """
+        index = len(request.pages) - self.sizes.hot_pages - ACTIVE_TAIL_PAGES - 1
+        if index < request.pin_start:
+            return False
+        page = request.pages[index]
+        return self.leases.pins(page) == 1 or not self.pages.is_durable(page)
+
+    def _next_to_yield(self, resident: list[PagedRequest]) -> list[PagedRequest]:
+        """The first request that pays; if none does, the first that pay together, whose common pages are
+        unpinned with the last of them."""
+        for request in resident:
+            if self._pays(request):
+                return [request]
+        families: dict[int, list[PagedRequest]] = {}
+        for request in resident:
+            families.setdefault(request.pages[0], []).append(request)
+        return next((group for family in families.values() if (group := self._paying(family))), [])
+
+    def _paying(self, family: list[PagedRequest]) -> list[PagedRequest]:
+        """The first of these requests that pay when all of them get regions, one after the other."""
+        pins: dict[int, int] = {}
+        gain, most = 0, min(len(family), len(self.free_regions))
+        for count, request in enumerate(family[:most], start=1):
+            if self.available + gain < self.sizes.hot_pages:
+                break
+            for page in request.pages[request.pin_start : -ACTIVE_TAIL_PAGES]:
+                pins[page] = pins.get(page, self.leases.pins(page)) - 1
+                gain += not pins[page]
+            gain -= self.sizes.hot_pages
+            if gain > 0:
+                return family[:count]
+        return []
 
     def _trim(self, request: PagedRequest) -> None:
         if request.hot_pages:

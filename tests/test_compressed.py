@@ -67,7 +67,7 @@ def step(pool: HiSparsePool, rid: str, n: int, positions: list[int] | None = Non
 
 
 def test_a_row_belongs_to_the_token_that_completes_it() -> None:
-    with make_pool() as pool:
+    with make_pool(eager_host_mirror=True) as pool:
         assert pool.row_slots(torch.arange(16, 24)).tolist() == [0, 0, 0, 4, 0, 0, 0, 5]
         assert (pool.num_slots, pool.num_rows) == (40 * PAGE, 40 * PAGE_ROWS)
         pool.admit("r", list(range(100, 130)))

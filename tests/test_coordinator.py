@@ -131,7 +131,7 @@ def test_begin_step_refuses_a_request_whose_prefix_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("lost", ["mirror", "spill"])
 def test_rows_whose_copy_cannot_start_reach_the_host_later(lost: str) -> None:
-    bench = Bench()
+    bench = Bench(eager_host_mirror=True)
     bench.pool.admit("a", list(range(9)))
     slots = bench.pool.extend("a", 7)
     assert isinstance(slots, torch.Tensor)

@@ -99,7 +99,7 @@ def test_an_unpinned_page_of_the_prefix_counts_as_one_that_is_taken() -> None:
 
 
 def test_a_spill_moves_no_bytes_of_a_page_whose_rows_were_mirrored() -> None:
-    bench = Bench()
+    bench = Bench(eager_host_mirror=True)
     bench.pool.admit("a", [1])
     for _ in range(PAGE):
         bench.forward("a", 1)
@@ -116,6 +116,77 @@ def test_a_context_that_would_gain_nothing_is_given_no_hot_region() -> None:
     bench.forward("a", 1)
     assert not bench.coordinator.residency.relieve(1000, requests.values())
     assert requests["a"].hot_pages
+
+
+def sharing(bench: Bench, prefix_pages: int, own_pages: int, rids: str = "ab") -> None:
+    """Requests that have all but their last ``own_pages`` pages in common."""
+    prefix = [1] * prefix_pages * PAGE
+    bench.publish("first", [*prefix, 2])
+    for rid in rids:
+        admitted = bench.pool.admit(rid, [*prefix, *[ord(rid)] * own_pages * PAGE])
+        assert admitted == Admission(prefix_pages * PAGE, prefix_pages * PAGE)
+        bench.forward(rid, own_pages * PAGE)
+
+
+def test_requests_that_share_their_pages_keep_them_where_regions_would_take_more() -> None:
+    bench = Bench(top_k=12, device_pages=40)  # hot regions of 6 pages
+    sharing(bench, prefix_pages=11, own_pages=2)
+    requests, residency = bench.coordinator.requests, bench.coordinator.residency
+    assert len(requests["a"].pages) > residency.sizes.hot_pages + 2
+    available = residency.available
+    assert not residency.relieve(1000, requests.values())
+    assert not any(request.hot_pages for request in requests.values())
+    assert residency.available == available
+
+
+def test_requests_that_share_their_pages_yield_together_where_that_gives_pages_back() -> None:
+    bench = Bench(top_k=12, device_pages=40)
+    sharing(bench, prefix_pages=13, own_pages=2)
+    requests, residency = bench.coordinator.requests, bench.coordinator.residency
+    available = residency.available
+    residency.relieve(1000, requests.values())
+    assert all(request.hot_pages for request in requests.values())
+    assert residency.available == available + 13 - 2 * residency.sizes.hot_pages
+    bench.pool.check_integrity()
+
+
+def test_requests_that_share_their_pages_keep_them_where_one_region_fits_and_not_both() -> None:
+    bench = Bench(top_k=12, device_pages=28)
+    sharing(bench, prefix_pages=13, own_pages=2)
+    requests, residency = bench.coordinator.requests, bench.coordinator.residency
+    assert residency.sizes.hot_pages <= residency.available < 2 * residency.sizes.hot_pages
+    residency.relieve(1000, requests.values())
+    assert not any(request.hot_pages for request in requests.values())
+
+
+def test_a_request_that_shares_its_pages_grows_into_the_last_ones() -> None:
+    bench = Bench(top_k=12, device_pages=28, context_len=128, host_pages=60)
+    sharing(bench, prefix_pages=11, own_pages=2)
+    leases = bench.coordinator.leases
+    while leases.num_free:
+        for rid in "ab"[: leases.num_free]:
+            bench.forward(rid, PAGE)
+    assert isinstance(bench.pool.extend("a", 1), Deferred)
+    bench.pool.retract("b")
+    bench.forward("a", 1)
+    assert len(bench.coordinator.requests) == 1
+
+
+def test_a_request_that_shares_its_pages_stays_able_to_yield_when_it_is_alone() -> None:
+    bench = Bench(top_k=12, device_pages=28, context_len=128, host_pages=60)
+    sharing(bench, prefix_pages=16, own_pages=1)
+    for _ in range(40):
+        if isinstance(bench.pool.extend("a", PAGE), Deferred):
+            if "b" not in bench.coordinator.requests:
+                break
+            bench.pool.retract("b")
+            continue
+        bench.pool.begin_step(["a"])
+        bench.pool.step_done()
+        bench.land()
+        if len(bench.coordinator.requests["a"].pages) == 32:
+            break
+    assert len(bench.coordinator.requests["a"].pages) == 32 and bench.coordinator.requests["a"].hot_pages
 
 
 def test_requests_hold_the_lowest_free_regions_and_no_more_than_are_allowed() -> None:

@@ -31,7 +31,7 @@ SCENARIOS: dict[str, tuple[Settings, Load]] = {
     "as it is, preemption": (Settings(priorities=True, policy="lpm", max_requests=4), BUSY),
     "all fits": (replace(HYBRID, tokens=120 * PAGE), Load()),
     "tight device": (TIGHT, BUSY),
-    "tight device, shared prefixes": (replace(TIGHT, tokens=17 * PAGE), SHARED),
+    "tight device, shared prefixes": (replace(TIGHT, tokens=15 * PAGE), SHARED),
     "tight device, python core, no overlap": (replace(TIGHT, core="python", overlap=False), BUSY),
     "tight host": (replace(HYBRID, tokens=26 * PAGE, ratio=1, conservativeness=0.1), CONVERSATIONS),
     "outgrown host": (
@@ -51,8 +51,9 @@ SCENARIOS: dict[str, tuple[Settings, Load]] = {
         BUSY,
     ),
     "retractions": (replace(TIGHT, retract_every=9, ratio=2), BUSY),
-    "mirror page by page": (
-        replace(TIGHT, failure_rate=0.1, hisparse=(("eager_host_mirror", False), ("max_spill_pages", 2))),
+    "few spills at a time": (replace(TIGHT, failure_rate=0.1, hisparse=(("max_spill_pages", 2),)), BUSY),
+    "rows mirrored in each step": (
+        replace(TIGHT, failure_rate=0.1, hisparse=(("eager_host_mirror", True),)),
         BUSY,
     ),
     "one hot region": (replace(TIGHT, hisparse=(("max_hot_requests", 1),), eviction="lfu"), BUSY),
@@ -81,7 +82,7 @@ def random_engine(seed: int) -> tuple[Settings, Load]:
         copy_rate=rng.choice((0.02, 0.1, 0.3, 0.8)),
         failure_rate=rng.choice((0.0, 0.0, 0.1)),
         hisparse=(
-            ("eager_host_mirror", rng.random() < 0.7),
+            ("eager_host_mirror", rng.random() < 0.4),
             ("max_spill_pages", rng.choice((None, 1, 3))),
             ("max_hot_requests", rng.choice((None, None, 1))),
             ("audit_every", rng.choice((0, 0, 3))),

@@ -131,6 +131,9 @@ def test_alloc_decode_answers_the_slot_of_each_new_position(hand: ByHand) -> Non
 def test_alloc_decode_uploads_what_the_mirror_of_its_step_needs(
     hand: ByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    coordinator = hand.coordinator
+    monkeypatch.setattr(coordinator, "config", replace(coordinator.config, eager_host_mirror=True))
+    monkeypatch.setattr(hand.life.pages, "eager_host_mirror", True)
     reqs = [hand.prefill(tokens) for tokens in (PAGE - 2, 10, 2 * PAGE)]
     uploads: list[tuple[Any, ...]] = []
     monkeypatch.setattr(transfers, "upload_pair", lambda *args: uploads.append(args) or upload_pair(*args))

@@ -216,7 +216,7 @@ MUTATIONS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (take_a_failed_spill_for_done, "slow and failing copies"),
     (leave_followers_out, TIGHT),
     (drop_a_planned_row, TIGHT),
-    (mirror_one_row_less, TIGHT),
+    (mirror_one_row_less, "rows mirrored in each step"),
     (take_padding_for_requests, TIGHT),
     (hand_out_slots_in_another_order, TIGHT),
 )

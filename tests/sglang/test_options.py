@@ -17,7 +17,7 @@ def parse(**fields: object) -> Options:
 def test_nothing_given_means_the_defaults(text: str | None) -> None:
     options = Options.parse(text)
     assert (options.top_k, options.hot_rows(2048), options.host_to_device_ratio) == (2048, 4096, 2)
-    assert options.eager_host_mirror is True
+    assert options.eager_host_mirror is False
     assert options.max_hot_requests is None
 
 

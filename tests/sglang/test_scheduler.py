@@ -24,7 +24,8 @@ WANTED = {
     "slow copies, python core": ("detached_publications", "hot_hits"),
     "preemption": ("retractions", "hot_hits"),
     "retractions": ("retractions", "pages_restored"),
-    "mirror page by page": ("spill_failures", "hot_hits"),
+    "few spills at a time": ("spill_failures", "hot_hits"),
+    "rows mirrored in each step": ("spill_failures", "hot_hits"),
     "one hot region": ("hot_hits",),
     "no prefix cache": ("hot_hits",),
 }

@@ -158,7 +158,7 @@ class Lifecycle:
             self.deltas.page_runs.append((row, 0, list(request.pages)))
 
     def extend(self, request: ServedRequest, end: int) -> np.ndarray | None:
-        """Slots int64 of positions [num_tokens, end); None, and nothing changed, if host pages are missing."""
+        """Slots int64 of positions [num_tokens, end); None, and nothing changed, if host pages lack."""
         held = len(request.pages)
         needed = self.allocator.pages_needed(request.num_tokens, end - request.num_tokens, held)
         own = min(needed, request.promised)

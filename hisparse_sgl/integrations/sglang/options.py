@@ -39,7 +39,7 @@ class Options(BaseModel):
     ] = 960
     eager_host_mirror: Annotated[
         bool, Field(description="Copy the rows of each step to the host at its end, not page by page.")
-    ] = True
+    ] = False
     max_spill_pages: Annotated[
         Count | None, Field(description="Most pages one step may start to spill; null means one context.")
     ] = None
