@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from hisparse_sgl.config import ACTIVE_TAIL_PAGES, Sizes
@@ -161,9 +162,10 @@ class Residency:
         Requests share pages from the first one on, so one page tells it of all behind it.
         """
         index = len(request.pages) - self.sizes.hot_pages - ACTIVE_TAIL_PAGES - 1
-        if index < request.pin_start:
-            return False
-        page = request.pages[index]
+        return index >= request.pin_start and self._is_own(request.pages[index])
+
+    def _is_own(self, page: int) -> bool:
+        """One request alone pins the page: copies in flight also do, of pages that are not durable yet."""
         return self.leases.pins(page) == 1 or not self.pages.is_durable(page)
 
     def _next_to_yield(self, resident: list[PagedRequest]) -> list[PagedRequest]:
@@ -178,19 +180,37 @@ class Residency:
         return next((group for family in families.values() if (group := self._paying(family))), [])
 
     def _paying(self, family: list[PagedRequest]) -> list[PagedRequest]:
-        """The first of these requests that pay when all of them get regions, one after the other."""
+        """The first of these requests that pay when all of them get regions, one after the other. None of
+        them pays alone."""
+        if not self._can_pay(family):
+            return []
+        counts, device_page_of = self.leases.pool.ref_counts, self.leases.device_page_of
         pins: dict[int, int] = {}
-        gain, most = 0, min(len(family), len(self.free_regions))
-        for count, request in enumerate(family[:most], start=1):
+        gain = 0
+        for count, request in enumerate(family[: len(self.free_regions)], start=1):
             if self.available + gain < self.sizes.hot_pages:
                 break
             for page in request.pages[request.pin_start : -ACTIVE_TAIL_PAGES]:
-                pins[page] = pins.get(page, self.leases.pins(page)) - 1
-                gain += not pins[page]
+                left = pins[page] = (pins.get(page) or counts[device_page_of(page)]) - 1
+                gain += not left
             gain -= self.sizes.hot_pages
             if gain > 0:
                 return family[:count]
         return []
+
+    def _can_pay(self, family: list[PagedRequest]) -> bool:
+        """A quick no: until the first common page is unpinned, each region takes more than it gives back."""
+        hot = self.sizes.hot_pages
+        sharers, losses = [], []
+        for request in family:
+            pages, end = request.pages, len(request.pages)
+            first = bisect_left(
+                range(end), True, lo=end - hot - ACTIVE_TAIL_PAGES, key=lambda i: self._is_own(pages[i])
+            )
+            sharers.append(self.leases.pins(pages[first - 1]))
+            losses.append(hot - max(0, end - ACTIVE_TAIL_PAGES - first))
+        before = min(sharers) - 1
+        return before < len(self.free_regions) and sum(sorted(losses)[:before]) + hot <= self.available
 
     def _trim(self, request: PagedRequest) -> None:
         if request.hot_pages:
