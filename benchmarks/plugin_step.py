@@ -171,6 +171,7 @@ class Run:
                     self.stack.enter_context(patch.object(module, name, stand_in))
         self.stack.enter_context(patch.object(transfers, "scatter", hooks.stand_in("kernel")))
         coordinator.transfers.pages.copy = hooks.stand_in("page copy")
+        coordinator.lifecycle.pages.on_lease = None  # the tests' engine poisons
 
     def inbox(self) -> list[Any]:
         """Once a step of the event loop: the clock, and the requests."""

@@ -10,9 +10,10 @@ import pytest
 from drive import Script, run
 from engine import PAGE
 from scenarios import HYBRID
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import PrefillAdder
 
 from hisparse_sgl.integrations.sglang.adder import adder_class
+from hisparse_sgl.integrations.sglang.coordinator import Coordinator
 from hisparse_sgl.integrations.sglang.tree import GatedRadixCache
 
 Patch = pytest.MonkeyPatch
@@ -76,16 +77,44 @@ def test_a_request_that_waits_for_copies_does_not_close_admission() -> None:
     Script(NO_COPIES, copies_fill_the_device).run()
 
 
-def test_another_answer_to_it_would(monkeypatch: Patch) -> None:
-    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = real(self, *args, **kwargs)
-        return AddReqResult.NO_TOKEN if answer is AddReqResult.OTHER else answer
-
-    ours: Any = adder_class(PrefillAdder)
-    real = ours._select_prefill_admission
-    monkeypatch.setattr(ours, "_select_prefill_admission", select)
+def test_it_would_if_nobody_looked_whether_there_may_be_room(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Coordinator, "may_have_room", lambda self, num_waiting: False)
     with pytest.raises(AssertionError, match="admission is closed"):
         Script(NO_COPIES, copies_fill_the_device).run()
+
+
+@pytest.mark.parametrize(
+    "scenario", ["tight device", "tight device, shared prefixes", "slow copies, python core", "retractions"]
+)
+def test_a_request_that_was_deferred_is_asked_about_when_the_answer_changes(
+    scenario: str, monkeypatch: Patch
+) -> None:
+    """Here it is asked about in each step: where nothing was said to have changed, it is deferred again."""
+
+    def may_have_room(self: Coordinator, num_waiting: int) -> bool:
+        waits = self.deferred_at is not None
+        unchanged[:] = [waits and not real_may(self, num_waiting)]
+        return True
+
+    def has_room(self: Coordinator, req: Any) -> bool:
+        room = real_has(self, req)
+        if unchanged == [True] and req.rid == deferred[-1]:
+            outcomes.append(room)
+        unchanged.clear()  # the next one is asked after this one was let in
+        if not room:
+            deferred.append(req.rid)
+        return room
+
+    real_may, real_has = Coordinator.may_have_room, Coordinator.has_room
+    unchanged: list[bool] = []
+    deferred: list[str] = []
+    outcomes: list[bool] = []
+    monkeypatch.setattr(Coordinator, "may_have_room", may_have_room)
+    monkeypatch.setattr(Coordinator, "has_room", has_room)
+    for seed in range(3):
+        run(scenario, seed, 300)
+    assert len(outcomes) > 10
+    assert not any(outcomes), f"{sum(outcomes)} of {len(outcomes)} would have waited for nothing"
 
 
 def memory_ends(drive: Script) -> Iterator[None]:

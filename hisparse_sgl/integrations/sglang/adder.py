@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def adder_class(base: type) -> type:
     """A ``PrefillAdder`` that admits a request only if its whole prompt fits on the device.
 
-    A request that has to wait ends with a copy or another request's end, so it is answered OTHER: NO_TOKEN
-    would close admission until a running request leaves.
+    After an answer of NO_TOKEN SGLang asks about no request until one has left: that saves looking for the
+    prefix of the waiting one in each step. ``get_next_batch_to_run`` opens admission when there may be room.
     """
 
     class DeviceAwareAdder(base):
@@ -26,7 +26,7 @@ def adder_class(base: type) -> type:
             if isinstance(admission, AddReqResult):
                 return admission
             coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
-            return admission if coordinator.has_room(req) else AddReqResult.OTHER
+            return admission if coordinator.has_room(req) else AddReqResult.NO_TOKEN
 
         def _commit_prefill_admission(self, req: Any, admission: Any, mamba_gap_reserve: int) -> None:
             super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
@@ -53,7 +53,7 @@ def adder_class(base: type) -> type:
             commits at once, so the device is asked first."""
             coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
             if not coordinator.has_room(req):
-                return AddReqResult.OTHER
+                return AddReqResult.NO_TOKEN
             result = super().add_one_req_ignore_eos(req)
             if self.can_run_list and self.can_run_list[-1] is req:
                 coordinator.admit(req)

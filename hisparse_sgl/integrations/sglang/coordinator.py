@@ -91,7 +91,8 @@ class Coordinator:
         self.kernel_stats = LaggedCounters(self.runtime.stats)
         self.tree: Any = None  # set by the tree, which is built last
         self.num_steps = 0
-        self.deferred = False  # a request waits for device pages
+        self.deferred_at: tuple[int, ...] | None = None  # ``_room`` when a request was deferred
+        self.num_waiting = 0
         self.forward_stream: Any = None  # where forwards run, if not on the current one
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
@@ -158,9 +159,9 @@ class Coordinator:
         something waits for one, and now and then.
         """
         self.num_steps += 1
-        waiting = self.deferred or self.tree.is_waiting or self.num_steps % POLL_INTERVAL == 0
+        waiting = self.deferred_at is not None or self.tree.is_waiting
+        waiting = waiting or self.num_steps % POLL_INTERVAL == 0
         self.lifecycle.collect(poll=waiting or self.tp_world_size == 1)
-        self.deferred = False
         self.tree.publish()
         prometheus.export(self, time.monotonic())
 
@@ -169,15 +170,25 @@ class Coordinator:
 
         Clients choose ids, and those of two tokenizers may be alike: the second request waits for the first.
         """
-        prefix = self.tree.prefix_pages(req)
-        room = req.rid not in self.lifecycle.requests and self.lifecycle.has_room(
-            prefix, len(req.full_untruncated_fill_ids)
-        )
+        life, tokens, cached = self.lifecycle, len(req.full_untruncated_fill_ids), req.prefix_len
+        prefix: list[int] = []
+        room = req.rid not in life.requests and life.has_room_beside(cached // life.page_size, tokens)
+        if room:
+            prefix = self.tree.prefix_pages(req)
+            room = life.has_room(prefix, tokens)
         self.asked = req, prefix
-        if not room:
-            self.deferred = True
-            self.counters.deferred_admissions += 1
+        self.deferred_at = None if room else self._room()
+        self.counters.deferred_admissions += not room
         return room
+
+    def may_have_room(self, num_waiting: int) -> bool:
+        """Whether a request may find room now that one was deferred for; ``num_waiting`` are queued."""
+        self.num_waiting = num_waiting
+        return self.deferred_at is not None and self.deferred_at != self._room()
+
+    def _room(self) -> tuple[int, ...]:
+        """As long as this stays the same, so do the answers of ``has_room``."""
+        return self.num_waiting, self.tree.num_inserts, *self.lifecycle.room()
 
     def admit(self, req: Any) -> None:
         """The request is in the next prefill batch: pin its prefix, start to restore what is missing.

@@ -111,15 +111,36 @@ class Lifecycle:
         """
         if self._over_window(prompt_tokens):
             return False
+        return self._make_room(
+            lambda: self._pages_beside(len(prefix), prompt_tokens) + self.residency.cost(prefix)
+        )
+
+    def has_room_beside(self, prefix_pages: int, prompt_tokens: int) -> bool:
+        """The same if the prefix took none: where this is False, nobody need look for its pages."""
+        if self._over_window(prompt_tokens):
+            return False
+        return self._make_room(lambda: self._pages_beside(prefix_pages, prompt_tokens))
+
+    def _make_room(self, target: Callable[[], int]) -> bool:
+        """Giving hot regions changes the target: it can unpin or reuse pages of the prompt's own prefix, and
+        for those who hold one none is kept."""
+        residency = self.residency
+        while residency.available < target():
+            if not residency.relieve(target(), self.requests.values()):
+                return residency.available >= target()
+        return True
+
+    def _pages_beside(self, prefix_pages: int, prompt_tokens: int) -> int:
         growing = any(not r.hot_pages for r in self.requests.values())
         room = len(self.requests) + self.sizes.hot_pages * (2 if growing else 1)
-        new = self._num_pages(prompt_tokens) - len(prefix)
-        while True:  # giving hot regions can unpin or reuse pages of this very prefix
-            target = new + self.residency.cost(prefix) + room
-            if self.residency.available >= target:
-                return True
-            if not self.residency.relieve(target, self.requests.values()):
-                return False
+        return self._num_pages(prompt_tokens) - prefix_pages + room
+
+    def room(self) -> tuple[int, ...]:
+        """What an answer of ``has_room`` depends on: as long as this stays the same, so does the answer."""
+        residency, counters = self.residency, self.counters
+        prefilling = sum(request.prefilling for request in self.requests.values())
+        durable = counters.pages_spilled + counters.pages_restored
+        return residency.available, len(residency.free_regions), len(self.requests), prefilling, durable
 
     def admit(self, rid: str, req: Any, prefix: Sequence[int], prompt_tokens: int) -> ServedRequest:
         """Let a request in: pin its prefix, start to restore what is missing, keep room for the prompt.

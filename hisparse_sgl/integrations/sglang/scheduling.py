@@ -28,14 +28,19 @@ def init_model_worker(original: Callable[..., Any], scheduler: Any) -> Any:
     return output
 
 
-def get_next_batch_to_run(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def get_next_batch_to_run(
+    original: Callable[..., Any], scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Look after copies first. A prefill joins the running batch as without HiSparse: nothing is staged."""
-    if not is_ours(scheduler.hisparse_coordinator):
-        return original(scheduler, *args, **kwargs)
-    scheduler.hisparse_coordinator.collect()
+    coordinator = scheduler.hisparse_coordinator
+    if not is_ours(coordinator):
+        return original(scheduler, running_batch, *args, **kwargs)
+    coordinator.collect()
+    if coordinator.may_have_room(len(scheduler.waiting_queue)):
+        running_batch.batch_is_full = False
     scheduler.enable_hisparse = False
     try:
-        return original(scheduler, *args, **kwargs)
+        return original(scheduler, running_batch, *args, **kwargs)
     finally:
         scheduler.enable_hisparse = True
 

@@ -47,6 +47,7 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         self.lifecycle: Lifecycle = params.token_to_kv_pool_allocator.lifecycle
         self.open: dict[str, tuple[Any, int]] = {}  # running request and the tokens it may publish
         self.detached: deque[Publication] = deque()
+        self.num_inserts = 0
         self._values: list[int] | None = None
         super().__init__(params)
         self.lifecycle.evict = self._evict_pages
@@ -97,6 +98,7 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
 
     def insert(self, params: InsertParams) -> Any:
         """As SGLang's, with slots that the CPU knows in place of those it read from the GPU."""
+        self.num_inserts += 1
         if self._values is not None:
             count = len(params.key) // self.page_size
             params.value = slots_of(self._values[:count], self.page_size)
