@@ -69,6 +69,7 @@ class Pages:
         self.clock = clock
         self.ordered_restores = ordered_restores
         self.states = [PageState.EMPTY] * num_pages
+        self.num_dirty = 0
         self.unmirrored: set[int] = set()  # dirty pages of which the host lacks rows
         self.to_spill: OrderedDict[int, None] = OrderedDict()  # sealed dirty pages
         self.spill_ids: dict[int, int] = {}  # spilling page -> the transfer that makes it durable
@@ -76,11 +77,6 @@ class Pages:
         self.peak_in_use = 0
         self.spill_seconds = Histogram()
         self.restore_seconds = Histogram()
-
-    @property
-    def num_dirty(self) -> int:
-        """Pages that lack a spill; O(all pages), for metrics."""
-        return self.states.count(PageState.DIRTY)
 
     def is_durable(self, page: int) -> bool:
         return self.states[page] in (PageState.DURABLE, PageState.RESTORING)
@@ -121,8 +117,12 @@ class Pages:
         self.to_spill.pop(page, None)
         self._soil(page)
 
+    def _set_state(self, page: int, state: PageState) -> None:
+        self.num_dirty += (state is PageState.DIRTY) - (self.states[page] is PageState.DIRTY)
+        self.states[page] = state
+
     def _soil(self, page: int) -> None:
-        self.states[page] = PageState.DIRTY
+        self._set_state(page, PageState.DIRTY)
         if not self.eager_host_mirror:
             self.unmirrored.add(page)
 
@@ -175,7 +175,7 @@ class Pages:
         transfer_id = self.transfers.spill(copies)
         for page in pages:
             del self.to_spill[page]
-            self.states[page] = PageState.SPILLING
+            self._set_state(page, PageState.SPILLING)
             self.spill_ids[page] = transfer_id
             self.unmirrored.discard(page)
         self._take_off("spill", pages, transfer_id)
@@ -191,12 +191,12 @@ class Pages:
         assert not lost, f"host pages {lost} are not durable"
         copies = list(map(PageCopy, pages, self.lease(pages, readable=self.ordered_restores)))
         for page in pages:
-            self.states[page] = PageState.RESTORING
+            self._set_state(page, PageState.RESTORING)
         try:
             transfer_id = self.transfers.restore(copies)
         except BaseException:
             for page in pages:
-                self.states[page] = PageState.DURABLE
+                self._set_state(page, PageState.DURABLE)
                 self.leases.drop(page)
             raise
         # The lease's own pin is the one that the transfer holds.
@@ -234,11 +234,11 @@ class Pages:
                 continue
             del self.spill_ids[page]
             if ok and page not in self.unmirrored:
-                self.states[page] = PageState.DURABLE
+                self._set_state(page, PageState.DURABLE)
                 self.counters.pages_spilled += 1
                 self.leases.unpin(page)
             else:
-                self.states[page] = PageState.DIRTY
+                self._set_state(page, PageState.DIRTY)
                 self.unmirrored.add(page)
                 self.to_spill[page] = None
         if ok:
@@ -249,7 +249,7 @@ class Pages:
         if ok:
             self.restore_seconds.observe(self.clock() - flight.started)
             for page in flight.pages:
-                self.states[page] = PageState.DURABLE
+                self._set_state(page, PageState.DURABLE)
                 self.counters.pages_restored += 1
                 if not self.ordered_restores:
                     self.leases.make_readable(page)
@@ -262,7 +262,7 @@ class Pages:
             )
         wanted = [p for p in flight.pages if self.leases.pins(p) > 1]
         for page in set(flight.pages) - set(wanted):
-            self.states[page] = PageState.DURABLE
+            self._set_state(page, PageState.DURABLE)
             self.leases.drop(page)
             self.free([page])
         if wanted:
@@ -282,7 +282,7 @@ class Pages:
     def _bury(self, page: int) -> None:
         if self.leases.device_page_of(page):
             self.leases.drop(page)
-        self.states[page] = PageState.EMPTY
+        self._set_state(page, PageState.EMPTY)
         self.unmirrored.discard(page)
         self.to_spill.pop(page, None)
         self.spill_ids.pop(page, None)

@@ -189,6 +189,9 @@ class DeviceLeases:
                     f"device page {device_page} is host page {host_page} and {owners[device_page]}"
                 )
             owners[device_page] = f"host page {host_page}"
+            if self.host_page[device_page] != host_page:
+                named = self.host_page[device_page]
+                raise RuntimeError(f"device page {device_page} is host page {host_page}, and names {named}")
         if self.resident_page[0] or 0 in self.restoring or 0 in owners:
             raise RuntimeError(f"a null page is leased: entry of host page 0 is {self.resident_page[0]}")
         held = {page for page in range(1, self.num_device_pages) if page not in self.pool.free}

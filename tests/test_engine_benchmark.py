@@ -33,6 +33,7 @@ from benchmarks.engine.client import Answer, Client, parse_metrics
 from benchmarks.engine.matrix import Job
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, WORKING_SET, Launch
+from benchmarks.engine.steady import Batch
 from benchmarks.engine.timed import TIMED, Run, Timed, plan
 
 PAGE = 4
@@ -501,9 +502,10 @@ def run_timed(
     async def work() -> list[str]:
         async with AsyncExitStack() as stack:
             found = [timed_server(await serve(stack), name, ends) for name, ends in servers.items()]
-            timed = Timed(found, out, budget, 30, SHAPE, SHAPE)
+            timed = Timed(found, out, budget, 30, SHAPE, SHAPE, Batch(shared=20, own=3, answer=6, edge=2))
             await timed.start()
             await timed.answers()
+            await timed.steady([1, 2], rounds)
             await timed.conversations([2, 16], rounds)
             await timed.stop()
             return timed.failures
@@ -525,9 +527,14 @@ def test_timed_runs_are_written_at_once_and_reported(
     counted = {(x["engine"], x["concurrency"], x["round"]): x["counts"] for x in lines if "counts" in x}
     assert len(counted) == 4 + 2 and counted["roomy", 2, 0]["restores"] == 16
     assert set(counted["roomy", 2, 0]) >= {"misses", "unpins", "reuses"}
+    steps = [json.loads(line) for line in (tmp_path / "steady.jsonl").read_text().splitlines()]
+    asked = [(step["engine"], step["batch"], step["round"]) for step in steps]
+    assert asked[:3] == [("roomy_none", 1, 0), ("roomy", 1, 0), ("roomy_stock", 1, 0)]
+    assert asked[6:] == [("roomy", 1, 1), ("roomy_none", 1, 1), ("roomy", 2, 1), ("roomy_none", 2, 1)]
     assert main.summary(tmp_path, [], brief=False) in (0, 1)
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) < 35 and "(mean " in printed[-3] and "quarter" in printed[-1]
+    assert sum("x roomy_none" in line for line in printed if line.startswith("decode steps, batch")) == 4
+    assert len(printed) < 42 and "(mean " in printed[-3] and "quarter" in printed[-1]
     assert sum("counts, all runs" in line for line in printed) == 2
     assert any("tight TTFT" in line for line in printed) and not any("audit" in line for line in printed)
 
@@ -741,7 +748,7 @@ def test_the_timed_command(
     monkeypatch.setattr(main, "Timed", partial(Timed, warm_up=SHAPE))
     monkeypatch.setattr(conversations, "Shape", lambda answer: replace(SHAPE, answer=answer))
     words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port()}"
-    words += " --concurrency 4 --rounds 1 --skip answers --answer 5"
+    words += " --concurrency 4 --rounds 1 --skip answers steady --answer 5"
     monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
     assert main.main() in (0, 1)  # whatever a fake's speed is
     printed = capsys.readouterr().out.splitlines()

@@ -7,13 +7,13 @@ import asyncio
 import json
 from pathlib import Path
 
-from benchmarks.engine import compare, conversations, matrix, results
+from benchmarks.engine import compare, conversations, matrix, results, steady
 from benchmarks.engine.checkpoints import CHECKPOINTS, write_checkpoint
 from benchmarks.engine.matrix import BASE_PORT
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, Launch
 from benchmarks.engine.soak import soak
-from benchmarks.engine.timed import TIMED, Timed
+from benchmarks.engine.timed import BATCHES, TIMED, Timed
 
 FULL_FAILURES = 1
 """So many are printed with the end of their log, the others with its last line: the logs lie in --out."""
@@ -29,6 +29,7 @@ def summary(folder: Path, failures: list[str], brief: bool) -> int:
     """Print what the results in ``folder`` say, the verdicts last; 0 if all rules hold and nothing failed."""
     print_failures(failures)
     table, verdicts = conversations.report(folder / "conversations.jsonl")
+    table = [*steady.report(folder / "steady.jsonl", base="roomy_none"), *table]
     verdicts = [*compare.compare(folder, brief), *verdicts]
     print("\n".join([*table, *verdicts]))
     return 1 if failures or not verdicts or any(line.startswith("BROKEN") for line in verdicts) else 0
@@ -59,9 +60,11 @@ async def run_timed(args: argparse.Namespace) -> int:
         await timed.start()
         if args.wait_for is not None:
             await timed.wait_for(args.wait_for)
-        if args.skip != "answers":
+        if "answers" not in args.skip:
             await timed.answers()
-        if args.skip != "conversations":
+        if "steady" not in args.skip:
+            await timed.steady(BATCHES, args.rounds)
+        if "conversations" not in args.skip:
             await timed.conversations(args.concurrency, args.rounds)
     finally:
         await timed.stop()
@@ -182,7 +185,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--command")
     one = command("timed", run_timed, "times of answers and of multi-turn load", list(TIMED))
     one.set_defaults(audit_every=0)
-    one.add_argument("--skip", choices=("answers", "conversations"))
+    one.add_argument("--skip", nargs="+", default=[], choices=("answers", "steady", "conversations"))
     one.add_argument("--concurrency", type=int, nargs="+", default=[4, 16, 32])
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--answer", type=int, default=64, help="tokens of an answer in a conversation")

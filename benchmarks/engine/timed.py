@@ -1,4 +1,4 @@
-"""All that is compared in seconds, on one set of servers that start once: answers, then conversations.
+"""All that is compared in seconds, on one set of servers: answers, then decode steps, then conversations.
 
 One server is asked at a time. What is measured lies on disk at once: records for ``compare.py``, and a JSON
 line a conversation run.
@@ -19,6 +19,7 @@ from benchmarks.engine.answers import ask_server
 from benchmarks.engine.client import Client, counts_of
 from benchmarks.engine.conversations import Shape, converse
 from benchmarks.engine.server import Server, ServerDied, machine
+from benchmarks.engine.steady import Batch, decode
 
 ANSWERED = {"roomy_none": "none", "roomy_stock": "stock", "roomy": "resident", "tight": "tight"}
 """Who is asked for answers, and as which engine ``compare.py`` looks at them."""
@@ -29,6 +30,9 @@ GROUPS = ((("roomy_none", "roomy", "roomy_stock"), 0), (("quarter_none", "quarte
 TIMED = ("roomy_none", "roomy_stock", "roomy", "quarter_none", "quarter", "tight")
 SLOW = "roomy_stock"
 """It computes every prompt anew: after the first round its runs come last."""
+
+STEADY = ("roomy_none", "roomy", "roomy_stock")
+BATCHES = (1, 4, 16, 32)
 
 WARM_UP = Shape(conversations=32, turns=1, shared=2048, turn=1000, answer=8)
 RUN_LIMIT = 180.0
@@ -68,6 +72,7 @@ class Timed:
         limit: float,
         shape: Shape,
         warm_up: Shape = WARM_UP,
+        batch: Batch = Batch(),  # noqa: B008
     ) -> None:
         self.servers = {server.launch.engine: server for server in servers}
         self.clients = {name: Client(s.url, s.launch.kind.caches) for name, s in self.servers.items()}
@@ -76,6 +81,7 @@ class Timed:
         self.limit = limit
         self.shape = shape
         self.warm_up = warm_up
+        self.batch = batch
         self.about = {"answer": shape.answer, **machine()}
         self.failures: list[str] = []
         self.dead: set[str] = set()
@@ -98,6 +104,15 @@ class Timed:
         for name, alias in ANSWERED.items():
             if name in self.servers and name not in self.dead and self.in_time():
                 await self._attempt(name, "answers", self._answers(name, alias))
+
+    async def steady(self, sizes: Sequence[int], rounds: int) -> None:
+        """Decode steps of these batches. The order of engines turns around from round to round."""
+        for round_ in range(rounds):
+            for size in sizes:
+                for name in STEADY[:: -1 if round_ % 2 else 1]:
+                    wanted = name in self.servers and (name != SLOW or round_ == 0)
+                    if wanted and name not in self.dead and self.in_time():
+                        await self._attempt(name, f"batch {size}", self._decode(name, size, round_))
 
     async def conversations(self, concurrencies: Sequence[int], rounds: int) -> None:
         """Runs in the order of ``plan``, as many as there is time for."""
@@ -144,6 +159,12 @@ class Timed:
         record = await ask_server(self.servers[name], "timed")
         (self.out / f"{alias}.json").write_text(json.dumps(record | {"engine": alias}))
 
+    async def _decode(self, name: str, size: int, round_: int) -> None:
+        async with self.clients[name] as client:
+            found = await decode(client, self.batch, size)
+        about = {"engine": name, "batch": size, "round": round_}
+        self._append("steady.jsonl", about | found | self.about | {"answer": self.batch.answer})
+
     async def _run(self, run: Run) -> None:
         if self.servers[run.engine].launch.kind.plugin:
             await self._count(run.engine, run)
@@ -164,5 +185,8 @@ class Timed:
             self.last[name] = (run, counts)
 
     def _write(self, run: Run, found: dict[str, Any]) -> None:
-        with (self.out / "conversations.jsonl").open("a") as out:
-            out.write(json.dumps(asdict(run) | found | self.about) + "\n")
+        self._append("conversations.jsonl", asdict(run) | found | self.about)
+
+    def _append(self, file: str, line: dict[str, Any]) -> None:
+        with (self.out / file).open("a") as out:
+            out.write(json.dumps(line) + "\n")

@@ -19,7 +19,7 @@ from hisparse_sgl.config import ACTIVE_TAIL_PAGES, HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
 from hisparse_sgl.metrics import Counters
-from hisparse_sgl.pages import Pages
+from hisparse_sgl.pages import Pages, PageState
 from hisparse_sgl.requests import Deltas, PagedRequest
 from hisparse_sgl.residency import Residency
 from hisparse_sgl.transfer_queue import TransferQueue
@@ -180,20 +180,26 @@ class Lifecycle:
 
     def extend(self, request: ServedRequest, end: int) -> np.ndarray | None:
         """Slots int64 of positions [num_tokens, end); None, and nothing changed, if host pages lack."""
-        held = len(request.pages)
-        needed = self.allocator.pages_needed(request.num_tokens, end - request.num_tokens, held)
-        own = min(needed, request.promised)
-        if not self.make_host_room(needed, own):
+        start = request.num_tokens
+        if not self._open_pages(request, end):
             return None
+        request.num_tokens = end
+        return self.allocator.slots(request.pages, start, end)
+
+    def _open_pages(self, request: ServedRequest, end: int) -> bool:
+        """Hand out the pages that ``end`` tokens need. False, and nothing changed, if host pages lack."""
+        held = len(request.pages)
+        needed = self.allocator.pages_needed(end, 0, held)
+        if not needed:
+            return True
+        if not self.make_host_room(needed, own=min(needed, request.promised)):
+            return False
         assert self.leases.num_free >= needed, f"{needed} device pages were promised"
         grown = self.allocator.grow(request.pages, end)
         assert grown, f"{needed} host pages are free"
-        slots = self.allocator.slots(request.pages, request.num_tokens, end)
-        request.num_tokens = end
-        if needed:
-            self.residency.open_pages(request, held)
-            self.deltas.page_runs.append((request.row, held, request.pages[held:]))
-        return slots
+        self.residency.open_pages(request, held)
+        self.deltas.page_runs.append((request.row, held, request.pages[held:]))
+        return True
 
     def can_grow(self, requests: Iterable[ServedRequest]) -> bool:
         """Whether each of these can take one more token. Waits for copies, because else one is retracted."""
@@ -222,13 +228,11 @@ class Lifecycle:
                 request.num_tokens = position + 1
                 slots.append(request.pages[position // size] * size + position % size)
             else:
-                slots.append(self._grow_a_page(request))
+                opened = self._open_pages(request, position + 1)
+                assert opened, f"no host page for row {request.row}, which can_grow promised"
+                request.num_tokens = position + 1
+                slots.append(request.pages[-1] * size)
         return slots
-
-    def _grow_a_page(self, request: ServedRequest) -> int:
-        slots = self.extend(request, request.num_tokens + 1)
-        assert slots is not None, f"no host page for row {request.row}, which can_grow promised"
-        return int(slots[0])
 
     def make_host_room(self, pages: int, own: int = 0) -> bool:
         """Free host pages until ``pages`` of them are free besides promised ones; ``own`` are the caller's.
@@ -316,6 +320,9 @@ class Lifecycle:
         """Raise ``RuntimeError`` if the records contradict each other."""
         self.allocator.check_integrity()
         self.leases.check_integrity()
+        dirty = self.pages.states.count(PageState.DIRTY)
+        if dirty != self.pages.num_dirty:
+            raise RuntimeError(f"{dirty} pages are dirty, {self.pages.num_dirty} counted")
         promised = sum(request.promised for request in self.requests.values())
         if promised != self.residency.promised_host:
             raise RuntimeError(f"requests were promised {promised} pages, not {self.residency.promised_host}")
