@@ -162,7 +162,7 @@ class Faults:
         """Around ``Coordinator.swap_in_selected_pages``."""
         found = original(coordinator, request_rows, seq_lens, top_k_result, layer_id)
         if self.active(layer_id) == "swap_hot_rows":
-            real = int(coordinator.num_real_reqs)
+            real = coordinator.num_real_reqs.count
             for i, (row, length) in enumerate(
                 zip(request_rows[:real].tolist(), seq_lens[:real].tolist(), strict=True)
             ):

@@ -5,7 +5,7 @@
 | ``swap_in_selected_pages`` | ``test_swap_in_*`` |
 | in a CUDA graph: fixed addresses, contents of buffers | ``test_a_replay_*`` |
 | layers that share a top-k | ``test_a_follower_*`` |
-| ``num_real_reqs`` | ``test_swap_in_*``, ``test_num_real_reqs`` |
+| ``num_real_reqs`` | ``test_swap_in_*``, ``test_num_real_reqs_*`` |
 | ``request_finished`` | ``test_request_finished_*`` |
 | ``retract_req``; aborts between chunks | ``test_contract_scheduler.py`` |
 | ``admit_request_into_staging``, ``collect_ready_reqs`` | ``test_nothing_is_staged`` |
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,9 +132,15 @@ def test_a_follower_answers_its_leaders_rows(hand: ByHand, make: Callable[..., A
     step.check(reqs, follower, 1)
 
 
-def test_num_real_reqs(hand: ByHand) -> None:
-    count = hand.coordinator.num_real_reqs
-    assert (count.shape, count.dtype, count.device) == ((1,), torch.int32, hand.pool.rows.device)
+def test_num_real_reqs_is_written_when_it_changes(hand: ByHand) -> None:
+    real = hand.coordinator.num_real_reqs
+    assert (real.on_device.dtype, real.on_device.device) == (torch.int32, hand.pool.rows.device)
+    versions = []
+    for count in (3, 3, 2, 2, 3):
+        real.fill_(count)
+        assert real.on_device.tolist() == [count]
+        versions.append(real.on_device._version)
+    assert [b - a for a, b in pairwise(versions)] == [0, 1, 0, 1]
 
 
 @KINDS

@@ -26,6 +26,7 @@ from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
 from hisparse_sgl.integrations.sglang.lifecycle import Lifecycle, ServedRequest
 from hisparse_sgl.integrations.sglang.options import Options
+from hisparse_sgl.integrations.sglang.real_requests import RealRequests
 from hisparse_sgl.integrations.sglang.stats import LaggedCounters
 from hisparse_sgl.kernels.sizes import hot_state_bytes
 from hisparse_sgl.mem_pool.extents import extent_pages
@@ -86,7 +87,7 @@ class Coordinator:
         self.group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self.leaders = set(layout.host_group.index_layers)
         self.answers: dict[int, torch.Tensor] = {}
-        self.num_real_reqs = torch.zeros(1, dtype=torch.int32, device=pool.rows.device)
+        self.num_real_reqs = RealRequests(pool.rows.device)
         self.audit = Audit(self.options.audit_every, self.lifecycle, self.runtime)
         self.kernel_stats = LaggedCounters(self.runtime.stats)
         self.tree: Any = None  # set by the tree, which is built last
@@ -290,7 +291,7 @@ class Coordinator:
             self.runtime.wait_layer(layer_id)
             return self.answers[group]
         if group == 0:
-            self.runtime.set_device_batch(req_pool_indices, self.num_real_reqs)
+            self.runtime.set_device_batch(req_pool_indices, self.num_real_reqs.on_device)
         self.answers[group] = self.runtime.swap_in(group, top_k_result)
         return self.answers[group]
 
