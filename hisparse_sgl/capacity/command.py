@@ -90,7 +90,7 @@ def plan(
     step_ms: StepMs = 50.0,
     host_contexts: HostContexts = 2.0,
     pcie_gb_s: Pcie = 45.0,
-    pin_gib_s: PinRate = 20.9,
+    pin_gib_s: PinRate = 20.8,
     output: Annotated[PlanFormat, typer.Option("--format", help="how to print it")] = PlanFormat.table,
 ) -> None:
     """What fits: bytes, pages, requests, the limit and the next one.

@@ -25,7 +25,7 @@ class Machine:
     host_reserve_gib: float = 10.0
     shared_host_pool: bool = False
     pcie_gb_s: float = 45.0
-    pin_gib_s: float = 20.9
+    pin_gib_s: float = 20.8
 
     def __post_init__(self) -> None:
         check_whole("--gpus", self.gpus)
