@@ -761,6 +761,19 @@ def test_the_timed_command(
     ]  # fmt: skip
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, folder: Path) -> None:
+        raise ValueError(f"transformers has no {name}; install 5.19")
+
+    monkeypatch.setattr(main, "write_checkpoint", write)
+    words = f"checkpoints --models {tmp_path} --out {tmp_path} --names glm"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
+    assert main.main() == 2
+    assert capsys.readouterr().err == "transformers has no glm; install 5.19\n"
+
+
 def test_a_job_starts_asks_and_stops_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is this file: see its end."""
     command = [sys.executable, __file__]

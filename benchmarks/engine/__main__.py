@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 from benchmarks.engine import compare, conversations, matrix, results, steady
@@ -123,7 +124,11 @@ async def run_start(args: argparse.Namespace) -> int:
 
 async def run_checkpoints(args: argparse.Namespace) -> int:
     for name in args.names:
-        write_checkpoint(name, args.models / name)
+        try:
+            write_checkpoint(name, args.models / name)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
         print(f"{name}: {args.models / name}", flush=True)
     return 0
 
