@@ -199,18 +199,42 @@ class Residency:
         return []
 
     def _can_pay(self, family: list[PagedRequest]) -> bool:
-        """A quick no: until the first common page is unpinned, each region takes more than it gives back."""
+        """A quick no, from the pages that each has alone and the number of requests that pin each other one.
+
+        Until the first common page is unpinned, each region takes more than it gives back. And a request
+        whose region takes more than its own pages and its share of each common one lets no group pay.
+        """
         hot = self.sizes.hot_pages
         sharers, losses = [], []
+        best: dict[int, tuple[int, PagedRequest, int]] = {}  # by last common page: the most own pages
         for request in family:
             pages, end = request.pages, len(request.pages)
             first = bisect_left(
                 range(end), True, lo=end - hot - ACTIVE_TAIL_PAGES, key=lambda i: self._is_own(pages[i])
             )
-            sharers.append(self.leases.pins(pages[first - 1]))
-            losses.append(hot - max(0, end - ACTIVE_TAIL_PAGES - first))
+            own = max(0, end - ACTIVE_TAIL_PAGES - first)
+            common = pages[first - 1]
+            sharers.append(self.leases.pins(common))
+            losses.append(hot - own)
+            if common not in best or own > best[common][0]:
+                best[common] = own, request, first
         before = min(sharers) - 1
-        return before < len(self.free_regions) and sum(sorted(losses)[:before]) + hot <= self.available
+        if before >= len(self.free_regions) or sum(sorted(losses)[:before]) + hot > self.available:
+            return False
+        return any(own + self._share(request, first) > hot for own, request, first in best.values())
+
+    def _share(self, request: PagedRequest, end: int) -> float:
+        """The pages up to ``end`` that the request pins, each divided by the number of its pins.
+
+        Pins get fewer from the first page on, as requests part.
+        """
+        pages, pins, start, share = request.pages, self.leases.pins, request.pin_start, 0.0
+        while start < end:
+            count = pins(pages[start])
+            stop = bisect_left(range(end), True, lo=start, key=lambda i: pins(pages[i]) < count)
+            share += (stop - start) / count
+            start = stop
+        return share
 
     def _trim(self, request: PagedRequest) -> None:
         if request.hot_pages:

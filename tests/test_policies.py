@@ -139,6 +139,15 @@ def test_requests_that_share_their_pages_keep_them_where_regions_would_take_more
     assert residency.available == available
 
 
+def test_sharers_whose_share_is_less_than_a_region_are_not_looked_at_page_by_page() -> None:
+    for prefix_pages, pays in ((11, False), (13, True)):
+        bench = Bench(top_k=12, device_pages=40)
+        sharing(bench, prefix_pages, own_pages=2)
+        residency = bench.coordinator.residency
+        assert residency.available >= 2 * residency.sizes.hot_pages
+        assert residency._can_pay(list(bench.coordinator.requests.values())) == pays
+
+
 def test_requests_that_share_their_pages_yield_together_where_that_gives_pages_back() -> None:
     bench = Bench(top_k=12, device_pages=40)
     sharing(bench, prefix_pages=13, own_pages=2)

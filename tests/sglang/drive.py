@@ -157,6 +157,11 @@ class Script(Drive):
         self.outgoing.append(self.traffic.send(prompt, None, new_tokens))
         return self.outgoing[-1].rid
 
+    def abort(self, rid: str) -> None:
+        """The client of a request goes away."""
+        self.traffic.live[rid].aborted = True
+        self.outgoing.append(AbortReq(rid=rid))
+
     def has_started(self, rid: str) -> bool:
         return rid in self.forwards.cached
 

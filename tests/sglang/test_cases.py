@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,8 @@ def test_without_that_a_request_is_retracted(monkeypatch: Patch) -> None:
     assert Script(FULL_HOST, publications_fill_the_host).run()["retractions"] > 0
 
 
-def copies_fill_the_device(drive: Script) -> Iterator[None]:
-    """A long prompt has to wait for copies while another request decodes; it starts when they are through."""
+def wait_for_copies(drive: Script) -> Generator[None, None, tuple[str, str]]:
+    """A long prompt has to wait for copies while another request decodes; the ids of the other and of it."""
     dirty = drive.send(9 * PAGE, 0)
     yield
     while drive.is_live(dirty):
@@ -66,6 +66,12 @@ def copies_fill_the_device(drive: Script) -> Iterator[None]:
     for _ in range(5):
         yield
     assert not drive.has_started(waiting), "the device had room"
+    return decoding, waiting
+
+
+def copies_fill_the_device(drive: Script) -> Iterator[None]:
+    """It starts when they are through."""
+    decoding, waiting = yield from wait_for_copies(drive)
     drive.scheduler.hisparse_coordinator.transfers.rate = 1.0
     for _ in range(20):
         yield
@@ -78,9 +84,67 @@ def test_a_request_that_waits_for_copies_does_not_close_admission() -> None:
 
 
 def test_it_would_if_nobody_looked_whether_there_may_be_room(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Coordinator, "may_have_room", lambda self, num_waiting: False)
+    monkeypatch.setattr(Coordinator, "may_have_room", lambda self, queue: False)
     with pytest.raises(AssertionError, match="admission is closed"):
         Script(NO_COPIES, copies_fill_the_device).run()
+
+
+def another_waits_instead(drive: Script) -> Iterator[None]:
+    """In one step the request that waits for copies goes away and another comes, for which there is room."""
+    decoding, waiting = yield from wait_for_copies(drive)
+    drive.abort(waiting)
+    small = drive.send(10, 3)
+    for _ in range(5):
+        yield
+    assert drive.is_live(decoding)
+    assert drive.has_started(small), "nobody asked about the one that came"
+
+
+def test_a_request_that_comes_as_the_waiting_one_goes_is_asked_about() -> None:
+    Script(NO_COPIES, another_waits_instead).run()
+
+
+def nobody_waits_any_more(drive: Script) -> Iterator[None]:
+    _, waiting = yield from wait_for_copies(drive)
+    coordinator = drive.scheduler.hisparse_coordinator
+    assert coordinator.deferred_at is not None
+    drive.abort(waiting)
+    for _ in range(3):
+        yield
+    assert coordinator.deferred_at is None, "ranks go on agreeing on copies in each step"
+    small = drive.send(10, 3)
+    for _ in range(5):
+        yield
+    assert drive.has_started(small)
+
+
+def test_nothing_waits_for_a_request_that_went() -> None:
+    Script(NO_COPIES, nobody_waits_any_more).run()
+
+
+def copies_fill_the_host(drive: Script) -> Iterator[None]:
+    """Pages of a request that has left wait for copies; a prompt waits for them, and another decodes."""
+    dirty = drive.send(12 * PAGE, 0)
+    yield
+    decoding = drive.send(10, 4 * PAGE)
+    while drive.is_live(dirty) or not drive.has_started(decoding):
+        yield
+    waiting = drive.send(10 * PAGE, 0)
+    for _ in range(5):
+        yield
+    assert not drive.has_started(waiting), "the host had room"
+    assert drive.scheduler.hisparse_coordinator.deferred_at is None, "the device had none"
+    drive.scheduler.hisparse_coordinator.transfers.rate = 1.0
+    for _ in range(20):
+        yield
+    assert drive.is_live(decoding)
+    assert drive.has_started(waiting), "admission is closed until a request leaves"
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_nor_does_one_that_waits_for_host_pages(radix: bool) -> None:
+    settings = replace(NO_COPIES, tokens=22 * PAGE, ratio=1, conservativeness=0.1, radix=radix)
+    Script(settings, copies_fill_the_host).run()
 
 
 @pytest.mark.parametrize(
@@ -91,9 +155,9 @@ def test_a_request_that_was_deferred_is_asked_about_when_the_answer_changes(
 ) -> None:
     """Here it is asked about in each step: where nothing was said to have changed, it is deferred again."""
 
-    def may_have_room(self: Coordinator, num_waiting: int) -> bool:
+    def may_have_room(self: Coordinator, queue: Any) -> bool:
         waits = self.deferred_at is not None
-        unchanged[:] = [waits and not real_may(self, num_waiting)]
+        unchanged[:] = [waits and not real_may(self, queue)]
         return True
 
     def has_room(self: Coordinator, req: Any) -> bool:

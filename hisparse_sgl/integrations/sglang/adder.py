@@ -21,6 +21,13 @@ def adder_class(base: type) -> type:
     """
 
     class DeviceAwareAdder(base):
+        def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
+            result = super().add_one_req(req, *args, **kwargs)
+            if result is AddReqResult.NO_TOKEN and coordinator.deferred_at is None:
+                coordinator.host_is_full()
+            return result
+
         def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
             admission = super()._select_prefill_admission(req, **kwargs)
             if isinstance(admission, AddReqResult):

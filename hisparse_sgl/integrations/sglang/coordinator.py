@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ from hisparse_sgl.integrations.sglang.real_requests import RealRequests
 from hisparse_sgl.integrations.sglang.stats import LaggedCounters
 from hisparse_sgl.kernels.sizes import hot_state_bytes
 from hisparse_sgl.mem_pool.extents import extent_pages
-from hisparse_sgl.mem_pool.host_memory import Progress
 from hisparse_sgl.mem_pool.host_pool import HostPool
 from hisparse_sgl.mem_pool.layout import KVLayout
 from hisparse_sgl.metrics import Counters, Metric, snapshot
@@ -92,8 +92,9 @@ class Coordinator:
         self.kernel_stats = LaggedCounters(self.runtime.stats)
         self.tree: Any = None  # set by the tree, which is built last
         self.num_steps = 0
-        self.deferred_at: tuple[int, ...] | None = None  # ``_room`` when a request was deferred
-        self.num_waiting = 0
+        self.deferred_at: tuple[Any, ...] | None = None  # ``_room`` when a request was deferred
+        self.full_at: int | None = None  # ``host_room`` when SGLang found too little for a request
+        self.queued = (0, "")  # how many wait, and the id of the last one
         self.forward_stream: Any = None  # where forwards run, if not on the current one
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
@@ -107,7 +108,8 @@ class Coordinator:
         self.device_pool = BorrowedDevicePool(pool, layout)
         on_gpu = self.device_pool.buffer.is_cuda
         _log_sizes(config, sizes, layout)
-        self.host_pool = HostPool(layout, config.host_pages, on_gpu, on_progress=_log_progress)
+        log = partial(logger.info, "hisparse_sgl: %s")
+        self.host_pool = HostPool(layout, config.host_pages, on_gpu, on_progress=log)
         kernels = None if self.options.kernels == "auto" else self.options.kernels
         row = layout.host_group.row
         self.transfers = self.transfer_class(
@@ -130,8 +132,7 @@ class Coordinator:
     def _config(self, top_k: int, device_buffer_size: int, layout: KVLayout) -> HiSparseConfig:
         pool, allocator, options = self.mem_pool_device, self.token_to_kv_pool_allocator, self.options
         rows, context = self.req_to_token_pool.req_to_token.shape
-        host_pages = allocator.size_full // pool.page_size + 1
-        ranks = self.tp_world_size
+        host_pages, ranks = allocator.size_full // pool.page_size + 1, self.tp_world_size
         config = HiSparseConfig(
             top_k=top_k,
             context_len=min(context, MAX_CONTEXT, (host_pages - 1) * pool.page_size),
@@ -160,8 +161,7 @@ class Coordinator:
         something waits for one, and now and then.
         """
         self.num_steps += 1
-        waiting = self.deferred_at is not None or self.tree.is_waiting
-        waiting = waiting or self.num_steps % POLL_INTERVAL == 0
+        waiting = self.deferred_at is not None or self.tree.is_waiting or self.num_steps % POLL_INTERVAL == 0
         self.lifecycle.collect(poll=waiting or self.tp_world_size == 1)
         self.tree.publish()
         prometheus.export(self, time.monotonic())
@@ -182,14 +182,22 @@ class Coordinator:
         self.counters.deferred_admissions += not room
         return room
 
-    def may_have_room(self, num_waiting: int) -> bool:
-        """Whether a request may find room now that one was deferred for; ``num_waiting`` are queued."""
-        self.num_waiting = num_waiting
-        return self.deferred_at is not None and self.deferred_at != self._room()
+    def host_is_full(self) -> None:
+        """SGLang found too few host pages for a request, and asks about none until one has left."""
+        self.full_at = self.lifecycle.host_room
 
-    def _room(self) -> tuple[int, ...]:
+    def may_have_room(self, queue: Sequence[Any]) -> bool:
+        """Whether one of the queued requests may find room now that there was none for."""
+        self.queued = len(queue), queue[-1].rid if queue else ""
+        changed = self.deferred_at is not None and (not queue or self.deferred_at != self._room())
+        changed |= self.full_at is not None and (not queue or self.full_at < self.lifecycle.host_room)
+        if changed:
+            self.deferred_at = self.full_at = None
+        return changed
+
+    def _room(self) -> tuple[Any, ...]:
         """As long as this stays the same, so do the answers of ``has_room``."""
-        return self.num_waiting, self.tree.num_inserts, *self.lifecycle.room()
+        return *self.queued, self.tree.num_inserts, *self.lifecycle.room()
 
     def admit(self, req: Any) -> None:
         """The request is in the next prefill batch: pin its prefix, start to restore what is missing.
@@ -322,12 +330,8 @@ class Coordinator:
         """Copies are ordered by ``before_forward``."""
 
     def get_token_stats(self) -> Any:
-        leases, allocator = self.lifecycle.leases, self.lifecycle.allocator
-        size, device, host = (
-            self.lifecycle.page_size,
-            self.config.device_pages - 1,
-            self.config.host_pages - 1,
-        )
+        life, leases, allocator = self.lifecycle, self.lifecycle.leases, self.lifecycle.allocator
+        size, device, host = life.page_size, self.config.device_pages - 1, self.config.host_pages - 1
         used = host - allocator.num_free
         return stock.HiSparseTokenStats(
             device_tokens=leases.num_in_use * size,
@@ -394,7 +398,3 @@ def _log_sizes(config: HiSparseConfig, sizes: Sizes, layout: KVLayout) -> None:
         sizes.hot_rows,
         sizes.hot_regions * _region_bytes(sizes, layout) / 2**20,
     )
-
-
-def _log_progress(progress: Progress) -> None:
-    logger.info("hisparse_sgl: %s", progress)

@@ -94,6 +94,12 @@ class Lifecycle:
         return max(0, self.allocator.num_free - self.residency.promised_host) * self.page_size
 
     @property
+    def host_room(self) -> int:
+        """Tokens that SGLang can hand out, pages of the tree included. Those of a request that has left come
+        back after their copies."""
+        return self.available_tokens + self.num_evictable * self.page_size
+
+    @property
     def longest_request(self) -> int:
         """Tokens of the longest request that this pool can serve.
 
