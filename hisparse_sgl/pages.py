@@ -227,6 +227,7 @@ class Pages:
 
     def _land_spill(self, flight: Flight, transfer_id: int, ok: bool) -> None:
         self.counters.spill_failures += not ok
+        durable = []
         for page in flight.pages:
             if self.spill_ids.get(page) != transfer_id:  # rewound meanwhile: the copy is out of date
                 if not ok:
@@ -235,12 +236,13 @@ class Pages:
             del self.spill_ids[page]
             if ok and page not in self.unmirrored:
                 self._set_state(page, PageState.DURABLE)
-                self.counters.pages_spilled += 1
-                self.leases.unpin(page)
+                durable.append(page)
             else:
                 self._set_state(page, PageState.DIRTY)
                 self.unmirrored.add(page)
                 self.to_spill[page] = None
+        self.counters.pages_spilled += len(durable)
+        self.leases.unpin_all(durable)
         if ok:
             self.spill_seconds.observe(self.clock() - flight.started)
         self._let_go(flight.pages)

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache import unified_radix_cache
@@ -216,8 +217,8 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
 
 def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
     """Slots int64 of whole pages, on the CPU."""
-    first = torch.tensor(pages, dtype=torch.int64)[:, None] * page_size
-    return (first + torch.arange(page_size)).flatten()
+    first = np.array(pages, dtype=np.int64)[:, None] * page_size
+    return torch.from_numpy((first + np.arange(page_size)).reshape(-1))
 
 
 def make_tree(ctx: Any) -> Any:
