@@ -16,6 +16,7 @@ def check_integrity(coordinator: Coordinator) -> None:
     """Raise ``RuntimeError`` naming the first invariant of docs/design.md that does not hold."""
     coordinator.allocator.check_integrity()
     coordinator.leases.check_integrity()
+    coordinator.pages.check_integrity()
     coordinator.gate.check_integrity()
     for request in coordinator.requests.values():
         _check_request(coordinator, request)
@@ -96,10 +97,6 @@ def _check_states(c: Coordinator) -> None:
             raise RuntimeError(f"host page {page} waits for its spill and is {state.value}")
         if page in pages.unmirrored and state not in UNDURABLE:
             raise RuntimeError(f"host page {page} lacks rows and is {state.value}")
-    if pages.num_dirty != pages.states.count(PageState.DIRTY):
-        raise RuntimeError(
-            f"{pages.states.count(PageState.DIRTY)} pages are dirty, {pages.num_dirty} counted"
-        )
     if not set(pages.spill_ids.values()) <= pages.flights.keys():
         raise RuntimeError(f"spills {pages.spill_ids} name transfers that are not in flight")
 

@@ -288,3 +288,9 @@ class Pages:
         self.unmirrored.discard(page)
         self.to_spill.pop(page, None)
         self.spill_ids.pop(page, None)
+
+    def check_integrity(self) -> None:
+        """Raise ``RuntimeError`` if the count of dirty pages is not that of the states."""
+        dirty = self.states.count(PageState.DIRTY)
+        if dirty != self.num_dirty:
+            raise RuntimeError(f"{dirty} pages are dirty, {self.num_dirty} counted")

@@ -19,7 +19,7 @@ from hisparse_sgl.config import ACTIVE_TAIL_PAGES, HiSparseConfig, Sizes
 from hisparse_sgl.mem_pool.allocator import TokenToKVAllocator
 from hisparse_sgl.mem_pool.leases import DeviceLeases
 from hisparse_sgl.metrics import Counters
-from hisparse_sgl.pages import Pages, PageState
+from hisparse_sgl.pages import Pages
 from hisparse_sgl.requests import Deltas, PagedRequest
 from hisparse_sgl.residency import Residency
 from hisparse_sgl.transfer_queue import TransferQueue
@@ -115,21 +115,21 @@ class Lifecycle:
         Besides its own pages there must be room for the others to go on: a step of each and the next hot
         regions. Nothing of it is waited for.
         """
-        if self._over_window(prompt_tokens):
-            return False
-        return self._make_room(
-            lambda: self._pages_beside(len(prefix), prompt_tokens) + self.residency.cost(prefix)
-        )
+        return self._make_room(len(prefix), prompt_tokens, lambda: self.residency.cost(prefix))
 
     def has_room_beside(self, prefix_pages: int, prompt_tokens: int) -> bool:
         """The same if the prefix took none: where this is False, nobody need look for its pages."""
+        return self._make_room(prefix_pages, prompt_tokens, lambda: 0)
+
+    def _make_room(self, prefix_pages: int, prompt_tokens: int, cost: Callable[[], int]) -> bool:
+        """Giving hot regions changes the target: it can unpin or reuse pages of the prompt's own prefix,
+        which is ``cost``, and for those who hold one none is kept."""
+
+        def target() -> int:
+            return self._pages_beside(prefix_pages, prompt_tokens) + cost()
+
         if self._over_window(prompt_tokens):
             return False
-        return self._make_room(lambda: self._pages_beside(prefix_pages, prompt_tokens))
-
-    def _make_room(self, target: Callable[[], int]) -> bool:
-        """Giving hot regions changes the target: it can unpin or reuse pages of the prompt's own prefix, and
-        for those who hold one none is kept."""
         residency = self.residency
         while residency.available < target():
             if not residency.relieve(target(), self.requests.values()):
@@ -326,9 +326,7 @@ class Lifecycle:
         """Raise ``RuntimeError`` if the records contradict each other."""
         self.allocator.check_integrity()
         self.leases.check_integrity()
-        dirty = self.pages.states.count(PageState.DIRTY)
-        if dirty != self.pages.num_dirty:
-            raise RuntimeError(f"{dirty} pages are dirty, {self.pages.num_dirty} counted")
+        self.pages.check_integrity()
         promised = sum(request.promised for request in self.requests.values())
         if promised != self.residency.promised_host:
             raise RuntimeError(f"requests were promised {promised} pages, not {self.residency.promised_host}")

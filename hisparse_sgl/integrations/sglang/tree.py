@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache import unified_radix_cache
@@ -101,8 +100,8 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         """As SGLang's, with slots that the CPU knows in place of those it read from the GPU."""
         self.num_inserts += 1
         if self._values is not None:
-            count = len(params.key) // self.page_size
-            params.value = slots_of(self._values[:count], self.page_size)
+            tokens = len(params.key) // self.page_size * self.page_size
+            params.value = torch.from_numpy(self.lifecycle.allocator.slots(self._values, 0, tokens))
         return super().insert(params)
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
@@ -213,12 +212,6 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         self.lifecycle.pages.free(publication.pages[publication.start :])
         self.unlock(publication.lock)
         return True
-
-
-def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
-    """Slots int64 of whole pages, on the CPU."""
-    first = np.array(pages, dtype=np.int64)[:, None] * page_size
-    return torch.from_numpy((first + np.arange(page_size)).reshape(-1))
 
 
 def make_tree(ctx: Any) -> Any:
