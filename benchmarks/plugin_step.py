@@ -8,38 +8,23 @@ python -m benchmarks.plugin_step
 
 from __future__ import annotations
 
-import argparse
 import gc
-import logging
-import platform
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
-from importlib import import_module
-from importlib.metadata import version
-from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "sglang"), str(ROOT / "tests")]
+from benchmarks import report
+from benchmarks.cpu_scheduler import build_engine, common_arguments, engine, open_results, request
+from hisparse_sgl import runtime, transfers
 
-import_module("conftest")  # declares the operators that SGLang's imports need
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput  # noqa: E402
-from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
-
-from benchmarks import report  # noqa: E402
-from hisparse_sgl import runtime, transfers  # noqa: E402
-
-engine: Any = import_module("engine")  # of tests/sglang
-traffic: Any = import_module("traffic")
 PAGE = engine.PAGE
 PERIOD = PAGE
 """Decode steps after which the work repeats: each request has then opened one page."""
@@ -132,8 +117,6 @@ class Run:
         self.num_decoded = 0
         self.num_counted = 0
         longest = context + 2 * PAGE + (periods + 3) * PERIOD
-        self.stack.enter_context(patch.object(engine, "CONTEXT", longest))
-        self.stack.enter_context(patch.dict(engine.MODEL, max_position_embeddings=longest))
         settings = engine.Settings(
             tokens=batch * longest + 16 * 2 * PAGE + PAGE,
             max_requests=batch,
@@ -142,13 +125,9 @@ class Run:
             ratio=2,
             hisparse=(("poison", False), ("eager_host_mirror", mirror)),
         )
-        # Copies as on a GPU, but without their bytes, in place of the tests' late ones.
-        with patch.object(engine, "StreamTransfers", transfers.Transfers):
-            self.engine = engine.Engine(settings, seed=0)
+        self.engine = build_engine(self.stack, settings, longest)
         self.scheduler: Any = self.engine.scheduler
-        self.stack.callback(self.engine.close)
         self.engine.forwards.launch = self._launch
-        self.engine.forwards.sample = lambda batch: torch.full((len(batch.rids),), 5)
         self.scheduler.channels.inbox = self.inbox
         if plugin:
             self._hook()
@@ -171,7 +150,6 @@ class Run:
                     self.stack.enter_context(patch.object(module, name, stand_in))
         self.stack.enter_context(patch.object(transfers, "scatter", hooks.stand_in("kernel")))
         coordinator.transfers.pages.copy = hooks.stand_in("page copy")
-        coordinator.lifecycle.pages.on_lease = None  # the tests' engine poisons
 
     def inbox(self) -> list[Any]:
         """Once a step of the event loop: the clock, and the requests."""
@@ -190,14 +168,11 @@ class Run:
         self.began = time.perf_counter() if steady else None
         return sent
 
-    def request(self, index: int) -> TokenizedGenerateReqInput:
+    def request(self, index: int) -> Any:
         """A prompt of its own; the lengths are spread, so that pages are opened in different steps."""
         rng = Random(index)
         length = self.context + index * PAGE // self.batch
-        params = SamplingParams(max_new_tokens=10**6, temperature=1.0, ignore_eos=True)
-        params.normalize(None)
-        prompt = rng.choices(range(2, 500), k=length)
-        return traffic.tokenized(f"{index:06d}", prompt, params, stream=False)
+        return request(f"{index:06d}", rng.choices(range(2, 500), k=length), 10**6)
 
     def measure(self) -> dict[str, Any]:
         try:
@@ -225,29 +200,17 @@ def least(seconds: Iterable[float]) -> float:
     return round(sum(min(values[phase::PERIOD]) for phase in range(PERIOD)) / PERIOD * 1e6, 1)
 
 
-def cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def per_step(counts: Counter[str], steps: int) -> dict[str, float]:
     return {name: round(count / steps, 2) for name, count in sorted(counts.items())}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common_arguments(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--context", type=int, default=16 * 1024, help="tokens of a prompt")
     parser.add_argument("--periods", type=int, default=8, help="how often each step of a period is timed")
-    parser.add_argument("--label", default="", help="a word for this state of the code")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the result file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    results = report.Report(args.out / "plugin_step.jsonl", torch.device("cpu"))
-    results.environment |= {"sglang": version("sglang"), "cpu": cpu_name()}
+    results = open_results("plugin_step.jsonl", args)
     rows = []
     for batch in args.batches:
         for plugin, mirror in ((False, False), (True, True), (True, False)):

@@ -9,27 +9,20 @@ python -m benchmarks.plugin_turns
 
 from __future__ import annotations
 
-import argparse
 import gc
-import logging
 import time
 from collections import defaultdict, deque
 from contextlib import ExitStack
-from importlib.metadata import version
-from pathlib import Path
 from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from benchmarks import report
+from benchmarks.cpu_scheduler import build_engine, common_arguments, engine, open_results, request, traffic
 from benchmarks.engine.conversations import Shape
 from benchmarks.engine.settings import ENGINES, Engine
-from benchmarks.plugin_step import cpu_name, engine, traffic
 from hisparse_sgl import transfers
 
-SamplingParams: Any = traffic.SamplingParams
 CONTEXT = 32 * 1024
 SERVED = ("roomy_none", "roomy", "quarter_none", "quarter")
 WARM_UP = "warm-up"
@@ -57,8 +50,6 @@ class Turns:
         self._build(kind)
 
     def _build(self, kind: Engine) -> None:
-        self.stack.enter_context(patch.object(engine, "CONTEXT", CONTEXT))
-        self.stack.enter_context(patch.dict(engine.MODEL, max_position_embeddings=CONTEXT))
         settings = engine.Settings(
             tokens=kind.tokens,
             max_requests=kind.requests,
@@ -69,18 +60,13 @@ class Turns:
             ratio=min(kind.ratio or 1, 7),  # the working set fits, and its rows fit this machine
             hisparse=(("poison", False),),
         )
-        with patch.object(engine, "StreamTransfers", transfers.Transfers):
-            self.engine = engine.Engine(settings, seed=0)
-        self.stack.callback(self.engine.close)
+        self.engine = build_engine(self.stack, settings, CONTEXT)
         self.scheduler: Any = self.engine.scheduler
         self.engine.forwards.launch = self._launch
-        self.engine.forwards.sample = lambda batch: torch.full((len(batch.rids),), 5)
         channels = self.scheduler.channels
         channels.inbox, channels.outbox = self._inbox, self._outbox
         if kind.plugin:
-            coordinator = self.scheduler.hisparse_coordinator
-            coordinator.lifecycle.pages.on_lease = None  # the tests' engine poisons
-            coordinator.transfers.pages.copy = lambda *args, **kwargs: None
+            self.scheduler.hisparse_coordinator.transfers.pages.copy = lambda *args, **kwargs: None
             self.stack.enter_context(patch.object(transfers, "scatter", lambda *args, **kwargs: None))
 
     def _launch(self, batch: Any) -> None:
@@ -107,9 +93,7 @@ class Turns:
 
     def _request(self, rid: str, index: int, prompt: list[int], new_tokens: int) -> Any:
         self.in_flight[rid] = index
-        params = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, ignore_eos=True)
-        params.normalize(None)
-        return traffic.tokenized(rid, prompt, params, stream=False)
+        return request(rid, prompt, new_tokens)
 
     def _outbox(self, output: Any) -> None:
         if not isinstance(output, traffic.BatchTokenIDOutput):
@@ -154,17 +138,12 @@ class Turns:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common_arguments(__doc__)
     parser.add_argument("--engines", nargs="+", choices=SERVED, default=list(SERVED))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--runs", type=int, default=3, help="the one that takes least counts")
-    parser.add_argument("--label", default="", help="a word for this state of the code")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the result file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.ERROR)
-    results = report.Report(args.out / "plugin_turns.jsonl", torch.device("cpu"))
-    results.environment |= {"sglang": version("sglang"), "cpu": cpu_name()}
+    results = open_results("plugin_turns.jsonl", args)
     rows = []
     for concurrency in args.concurrency:
         runs: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)

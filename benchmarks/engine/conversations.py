@@ -65,13 +65,20 @@ def figures(answers: Sequence[Answer], seconds: float, shape: Shape) -> dict[str
     return {
         "ttft_p50": quantile(ttft, 0.5),
         "ttft_p95": quantile(ttft, 0.95),
-        "itl_p50": quantile(gaps, 0.5),
-        "itl_mean": statistics.fmean(gaps),
-        "itl_p95": quantile(gaps, 0.95),
+        **latencies(gaps),
         "tokens_per_second": sum(len(answer.tokens) for answer in answers) / seconds,
         "cached_share": sum(answer.cached for answer in answers) / (asked * shape.conversations),
         "seconds": seconds,
         "requests": len(answers),
+    }
+
+
+def latencies(gaps: Sequence[float]) -> dict[str, float]:
+    """Of the gaps between tokens, in their unit."""
+    return {
+        "itl_p50": quantile(gaps, 0.5),
+        "itl_mean": statistics.fmean(gaps),
+        "itl_p95": quantile(gaps, 0.95),
     }
 
 
@@ -84,13 +91,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 FIGURES = ("ttft_p50", "ttft_p95", "itl_p50", "itl_mean", "itl_p95", "tokens_per_second", "cached_share")
 
 
-def medians(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Of the rounds, by engine and concurrency."""
+def medians(
+    lines: Sequence[dict[str, Any]], size: str = "concurrency", figures: Sequence[str] = FIGURES
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of the rounds, by engine and what ``size`` names."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in lines:
-        groups.setdefault((line["engine"], line["concurrency"]), []).append(line)
+        groups.setdefault((line["engine"], line[size]), []).append(line)
     return {
-        key: {name: statistics.median(run[name] for run in runs) for name in FIGURES} | {"runs": len(runs)}
+        key: {name: statistics.median(run[name] for run in runs) for name in figures} | {"runs": len(runs)}
         for key, runs in groups.items()
     }
 

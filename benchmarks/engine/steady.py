@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from benchmarks.engine.answers import prompt
 from benchmarks.engine.client import Client
-from benchmarks.engine.conversations import quantile
+from benchmarks.engine.conversations import latencies, medians
 
 
 @dataclass(frozen=True)
@@ -36,32 +33,17 @@ async def decode(client: Client, shape: Batch, size: int) -> dict[str, float]:
     prompts = [shared + prompt(Random(index + 1), shape.own) for index in range(size)]
     answers = await asyncio.gather(*(client.generate(tokens, shape.answer) for tokens in prompts))
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps[shape.edge : -shape.edge]]
-    return {
-        "itl_p50": quantile(gaps, 0.5),
-        "itl_mean": statistics.fmean(gaps),
-        "itl_p95": quantile(gaps, 0.95),
-    }
-
-
-def medians(lines: Sequence[dict[str, Any]]) -> dict[tuple[int, str], dict[str, float]]:
-    """Of the rounds, by batch and engine."""
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["batch"], line["engine"]), []).append(line)
-    return {
-        key: {name: statistics.median(run[name] for run in runs) for name in FIGURES}
-        for key, runs in sorted(groups.items())
-    }
+    return latencies(gaps)
 
 
 def report(file: Path, base: str) -> list[str]:
     """A plain table of what ``file`` has, with the ratio to the engine ``base``; nothing without it."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    found = medians(lines)
+    found = medians(lines, "batch", FIGURES)
     shown = []
-    for (size, engine), values in found.items():
+    for (engine, size), values in sorted(found.items(), key=lambda item: (item[0][1], item[0][0])):
         cells = "".join(f"{values[name]:10.3f}" for name in FIGURES)
-        against = found.get((size, base), {}).get("itl_p50")
+        against = found.get((base, size), {}).get("itl_p50")
         ratio = f"   p50 {values['itl_p50'] / against:.3f} x {base}" if against and engine != base else ""
         shown.append(f"decode steps, batch {size:2}: {engine:14}{cells}{ratio}")
     return shown

@@ -90,6 +90,10 @@ class Timed:
     def in_time(self) -> bool:
         return time.perf_counter() < self.end
 
+    def can_ask(self, name: str) -> bool:
+        """There is such a server, it runs, and there is time."""
+        return name in self.servers and name not in self.dead and self.in_time()
+
     async def start(self) -> None:
         """Start all of them side by side; those that do not start are left out."""
         await asyncio.gather(*(self._attempt(name, "start", self._start(name)) for name in self.servers))
@@ -102,7 +106,7 @@ class Timed:
     async def answers(self) -> None:
         """A record for ``compare.py`` of each server."""
         for name, alias in ANSWERED.items():
-            if name in self.servers and name not in self.dead and self.in_time():
+            if self.can_ask(name):
                 await self._attempt(name, "answers", self._answers(name, alias))
 
     async def steady(self, sizes: Sequence[int], rounds: int) -> None:
@@ -110,8 +114,7 @@ class Timed:
         for round_ in range(rounds):
             for size in sizes:
                 for name in STEADY[:: -1 if round_ % 2 else 1]:
-                    wanted = name in self.servers and (name != SLOW or round_ == 0)
-                    if wanted and name not in self.dead and self.in_time():
+                    if self.can_ask(name) and (name != SLOW or round_ == 0):
                         await self._attempt(name, f"batch {size}", self._decode(name, size, round_))
 
     async def conversations(self, concurrencies: Sequence[int], rounds: int) -> None:
@@ -119,7 +122,7 @@ class Timed:
         runs = [run for run in plan(concurrencies, rounds) if run.engine in self.servers]
         done = 0
         for run in runs:
-            if run.engine not in self.dead and self.in_time():
+            if self.can_ask(run.engine):
                 await self._attempt(run.engine, f"run {run.concurrency}", self._run(run), RUN_LIMIT)
                 done += 1
         for name in [name for name in self.last if name not in self.dead]:
