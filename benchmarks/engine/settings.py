@@ -116,6 +116,8 @@ class Launch:
             # fraction can be used up by them.
             *("--mem-fraction-static", "0.85", "--watchdog-timeout", "1200"),
             *("--enable-metrics", "--stream-interval", "1", "--incremental-streaming-output"),
+            # A scheduler that has nothing to do spins otherwise, and slows the server that is being timed.
+            "--sleep-on-idle",
             *("--cuda-graph-backend-prefill", "disabled"),
             *("--dsa-prefill-backend", BACKENDS[self.dtype], "--dsa-decode-backend", BACKENDS[self.dtype]),
         ]
