@@ -13,7 +13,7 @@ from scenarios import HYBRID
 from sglang.srt.managers.schedule_policy import PrefillAdder
 
 from hisparse_sgl.integrations.sglang.adder import adder_class
-from hisparse_sgl.integrations.sglang.coordinator import Coordinator
+from hisparse_sgl.integrations.sglang.admission import Admission
 from hisparse_sgl.integrations.sglang.tree import GatedRadixCache
 
 Patch = pytest.MonkeyPatch
@@ -84,7 +84,7 @@ def test_a_request_that_waits_for_copies_does_not_close_admission() -> None:
 
 
 def test_it_would_if_nobody_looked_whether_there_may_be_room(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Coordinator, "may_have_room", lambda self, queue: False)
+    monkeypatch.setattr(Admission, "may_have_room", lambda self, queue: False)
     with pytest.raises(AssertionError, match="admission is closed"):
         Script(NO_COPIES, copies_fill_the_device).run()
 
@@ -107,11 +107,11 @@ def test_a_request_that_comes_as_the_waiting_one_goes_is_asked_about() -> None:
 def nobody_waits_any_more(drive: Script) -> Iterator[None]:
     _, waiting = yield from wait_for_copies(drive)
     coordinator = drive.scheduler.hisparse_coordinator
-    assert coordinator.deferred_at is not None
+    assert coordinator.admission.is_waiting
     drive.abort(waiting)
     for _ in range(3):
         yield
-    assert coordinator.deferred_at is None, "ranks go on agreeing on copies in each step"
+    assert not coordinator.admission.is_waiting, "ranks go on agreeing on copies in each step"
     small = drive.send(10, 3)
     for _ in range(5):
         yield
@@ -133,7 +133,7 @@ def copies_fill_the_host(drive: Script) -> Iterator[None]:
     for _ in range(5):
         yield
     assert not drive.has_started(waiting), "the host had room"
-    assert drive.scheduler.hisparse_coordinator.deferred_at is None, "the device had none"
+    assert not drive.scheduler.hisparse_coordinator.admission.is_waiting, "the device had none"
     drive.scheduler.hisparse_coordinator.transfers.rate = 1.0
     for _ in range(20):
         yield
@@ -155,12 +155,12 @@ def test_a_request_that_was_deferred_is_asked_about_when_the_answer_changes(
 ) -> None:
     """Here it is asked about in each step: where nothing was said to have changed, it is deferred again."""
 
-    def may_have_room(self: Coordinator, queue: Any) -> bool:
-        waits = self.deferred_at is not None
+    def may_have_room(self: Admission, queue: Any) -> bool:
+        waits = self.is_waiting
         unchanged[:] = [waits and not real_may(self, queue)]
         return True
 
-    def has_room(self: Coordinator, req: Any) -> bool:
+    def has_room(self: Admission, req: Any) -> bool:
         room = real_has(self, req)
         if unchanged == [True] and req.rid == deferred[-1]:
             outcomes.append(room)
@@ -169,12 +169,12 @@ def test_a_request_that_was_deferred_is_asked_about_when_the_answer_changes(
             deferred.append(req.rid)
         return room
 
-    real_may, real_has = Coordinator.may_have_room, Coordinator.has_room
+    real_may, real_has = Admission.may_have_room, Admission.has_room
     unchanged: list[bool] = []
     deferred: list[str] = []
     outcomes: list[bool] = []
-    monkeypatch.setattr(Coordinator, "may_have_room", may_have_room)
-    monkeypatch.setattr(Coordinator, "has_room", has_room)
+    monkeypatch.setattr(Admission, "may_have_room", may_have_room)
+    monkeypatch.setattr(Admission, "has_room", has_room)
     for seed in range(3):
         run(scenario, seed, 300)
     assert len(outcomes) > 10

@@ -90,12 +90,12 @@ def test_an_admission_walks_its_prefix_once(hand: ByHand, monkeypatch: pytest.Mo
         type(hand.tree), "prefix_pages", lambda self, req: walked.append(req) or walk(self, req)
     )
     lock = hand.tree.lock(node)
-    assert hand.coordinator.has_room(reqs[0])
-    hand.coordinator.admit(reqs[0])
+    assert hand.coordinator.admission.has_room(reqs[0])
+    hand.coordinator.admission.admit(reqs[0])
     assert hand.life.requests["a"].pages == (slots[: 3 * PAGE : PAGE] // PAGE).tolist()
-    assert hand.coordinator.has_room(reqs[1]) and walked == reqs
+    assert hand.coordinator.admission.has_room(reqs[1]) and walked == reqs
     with pytest.raises(AssertionError):
-        hand.coordinator.admit(reqs[0])  # of whom the answer is not
+        hand.coordinator.admission.admit(reqs[0])  # of whom the answer is not
     hand.life.forget("a")
     hand.tree.unlock(lock)
 

@@ -1,4 +1,4 @@
-"""Admission: SGLang plans host memory as it always does, and asks here whether the device has room."""
+"""SGLang plans host memory as it always does, and asks ``Admission`` whether the device has room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.runtime_context import get_schedule
 
 if TYPE_CHECKING:
-    from hisparse_sgl.integrations.sglang.coordinator import Coordinator
+    from hisparse_sgl.integrations.sglang.admission import Admission
 
 
 @functools.cache
@@ -21,23 +21,25 @@ def adder_class(base: type) -> type:
     """
 
     class DeviceAwareAdder(base):
+        @property
+        def _admission(self) -> Admission:
+            return self.token_to_kv_pool_allocator.coordinator.admission
+
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
-            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
             result = super().add_one_req(req, *args, **kwargs)
-            if result is AddReqResult.NO_TOKEN and coordinator.deferred_at is None:
-                coordinator.host_is_full()
+            if result is AddReqResult.NO_TOKEN and not self._admission.is_waiting:
+                self._admission.host_is_full()
             return result
 
         def _select_prefill_admission(self, req: Any, **kwargs: Any) -> Any:
             admission = super()._select_prefill_admission(req, **kwargs)
             if isinstance(admission, AddReqResult):
                 return admission
-            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
-            return admission if coordinator.has_room(req) else AddReqResult.NO_TOKEN
+            return admission if self._admission.has_room(req) else AddReqResult.NO_TOKEN
 
         def _commit_prefill_admission(self, req: Any, admission: Any, mamba_gap_reserve: int) -> None:
             super()._commit_prefill_admission(req, admission, mamba_gap_reserve)
-            self.token_to_kv_pool_allocator.coordinator.admit(req)
+            self._admission.admit(req)
 
         def preempt_to_schedule(self, req: Any) -> bool:
             """Not for a request that would then wait for device pages: its victims come back before it does,
@@ -47,8 +49,7 @@ def adder_class(base: type) -> type:
             if not self._outranks_one(req):
                 return False
             req.init_next_round_input(self.tree_cache)
-            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
-            return coordinator.has_room(req) and super().preempt_to_schedule(req)
+            return self._admission.has_room(req) and super().preempt_to_schedule(req)
 
         def _outranks_one(self, req: Any) -> bool:
             sign = -1 if get_schedule().schedule_low_priority_values_first else 1
@@ -58,12 +59,11 @@ def adder_class(base: type) -> type:
         def add_one_req_ignore_eos(self, req: Any) -> Any:
             """SGLang's other way in, for answers of fixed length where no prefix is shared: it selects and
             commits at once, so the device is asked first."""
-            coordinator: Coordinator = self.token_to_kv_pool_allocator.coordinator
-            if not coordinator.has_room(req):
+            if not self._admission.has_room(req):
                 return AddReqResult.NO_TOKEN
             result = super().add_one_req_ignore_eos(req)
             if self.can_run_list and self.can_run_list[-1] is req:
-                coordinator.admit(req)
+                self._admission.admit(req)
             return result
 
     return DeviceAwareAdder

@@ -1,7 +1,7 @@
 """Stands in for SGLang's HiSparseCoordinator: what its scheduler and its attention layers call.
 
-Called by the scheduler, in the order of a step: ``collect`` (before it plans), ``has_room`` and ``admit``
-(``adder.py``), ``allocate_spec_scratch`` and ``extend`` (a prefill's slots) or ``can_decode`` and
+Called by the scheduler, in the order of a step: ``collect`` (before it plans), ``admission`` (by
+``adder.py``), ``allocate_spec_scratch`` and ``extend`` (a prefill's slots) or ``can_decode`` and
 ``prepare_decode`` (a decode step's), then ``before_forward`` and ``after_forward`` around the forward, on its
 stream; at the end of a request ``request_finished`` or ``retract_req``, always before its row is released.
 Called by attention, inside a CUDA graph: ``swap_in_selected_pages``.
@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_memory
 
 from hisparse_sgl.config import MAX_CONTEXT, HiSparseConfig, Sizes, hot_requests_within
 from hisparse_sgl.integrations.sglang import prometheus, targets
+from hisparse_sgl.integrations.sglang.admission import Admission
 from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
 from hisparse_sgl.integrations.sglang.lifecycle import Lifecycle, ServedRequest
@@ -90,15 +91,10 @@ class Coordinator:
         self.num_real_reqs = RealRequests(pool.rows.device)
         self.audit = Audit(self.options.audit_every, self.lifecycle, self.runtime)
         self.kernel_stats = LaggedCounters(self.runtime.stats)
-        self.tree: Any = None  # set by the tree, which is built last
         self.num_steps = 0
-        self.deferred_at: tuple[Any, ...] | None = None  # ``_room`` when a request was deferred
-        self.full_at: int | None = None  # ``host_room`` when SGLang found too little for a request
-        self.queued = (0, "")  # how many wait, and the id of the last one
         self.forward_stream: Any = None  # where forwards run, if not on the current one
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
-        self.asked: tuple[Any, list[int]] = None, []  # last asked for room, and its prefix
         self.launching: list[tuple[ServedRequest, int]] = []
 
     def _open_pools(self, layout: KVLayout) -> None:
@@ -152,6 +148,11 @@ class Coordinator:
         region = _region_bytes(Sizes.of(config, pool.page_size), layout)
         return replace(config, max_hot_requests=hot_requests_within(pool.rows.nbytes, region))
 
+    def attach_tree(self, tree: Any) -> None:
+        """The tree is built last."""
+        self.tree = tree
+        self.admission = Admission(self.lifecycle, tree)
+
     # What the scheduler calls in each step.
 
     def collect(self) -> None:
@@ -161,53 +162,10 @@ class Coordinator:
         something waits for one, and now and then.
         """
         self.num_steps += 1
-        waiting = self.deferred_at is not None or self.tree.is_waiting or self.num_steps % POLL_INTERVAL == 0
+        waiting = self.admission.is_waiting or self.tree.is_waiting or self.num_steps % POLL_INTERVAL == 0
         self.lifecycle.collect(poll=waiting or self.tp_world_size == 1)
         self.tree.publish()
         prometheus.export(self, time.monotonic())
-
-    def has_room(self, req: Any) -> bool:
-        """Whether a waiting request, whose prefix is locked, can be on the device as a whole.
-
-        Clients choose ids, and those of two tokenizers may be alike: the second request waits for the first.
-        """
-        life, tokens, cached = self.lifecycle, len(req.full_untruncated_fill_ids), req.prefix_len
-        prefix: list[int] = []
-        room = req.rid not in life.requests and life.has_room_beside(cached // life.page_size, tokens)
-        if room:
-            prefix = self.tree.prefix_pages(req)
-            room = life.has_room(prefix, tokens)
-        self.asked = req, prefix
-        self.deferred_at = None if room else self._room()
-        self.counters.deferred_admissions += not room
-        return room
-
-    def host_is_full(self) -> None:
-        """SGLang found too few host pages for a request, and asks about none until one has left."""
-        self.full_at = self.lifecycle.host_room
-
-    def may_have_room(self, queue: Sequence[Any]) -> bool:
-        """Whether one of the queued requests may find room now that there was none for."""
-        self.queued = len(queue), queue[-1].rid if queue else ""
-        changed = self.deferred_at is not None and (not queue or self.deferred_at != self._room())
-        changed |= self.full_at is not None and (not queue or self.full_at < self.lifecycle.host_room)
-        if changed:
-            self.deferred_at = self.full_at = None
-        return changed
-
-    def _room(self) -> tuple[Any, ...]:
-        """As long as this stays the same, so do the answers of ``has_room``."""
-        return *self.queued, self.tree.num_inserts, *self.lifecycle.room()
-
-    def admit(self, req: Any) -> None:
-        """The request is in the next prefill batch: pin its prefix, start to restore what is missing.
-
-        ``has_room`` was just asked about it, and its prefix is locked since.
-        """
-        (asked, prefix), self.asked = self.asked, (None, [])
-        cached = len(prefix) * self.lifecycle.page_size
-        assert asked is req and cached == req.prefix_len, (req.rid, cached, req.prefix_len)
-        self.lifecycle.admit(req.rid, req, prefix, len(req.full_untruncated_fill_ids))
 
     def allocate_spec_scratch(self, req_pool_indices: Sequence[int]) -> None:
         """The rows of the prefill batch that the allocator is about to be asked for, in batch order."""

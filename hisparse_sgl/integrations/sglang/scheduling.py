@@ -36,7 +36,7 @@ def get_next_batch_to_run(
     if not is_ours(coordinator):
         return original(scheduler, running_batch, *args, **kwargs)
     coordinator.collect()
-    if coordinator.may_have_room(scheduler.waiting_queue):
+    if coordinator.admission.may_have_room(scheduler.waiting_queue):
         running_batch.batch_is_full = False
     scheduler.enable_hisparse = False
     try:

@@ -53,7 +53,7 @@ class GatedRadixCache(unified_radix_cache.UnifiedRadixCache):
         self.lifecycle.evict = self._evict_pages
         self.lifecycle.give_up = self._give_up
         self.lifecycle.evictable_pages = lambda: self.evictable_size() // self.page_size
-        params.token_to_kv_pool_allocator.coordinator.tree = self
+        params.token_to_kv_pool_allocator.coordinator.attach_tree(self)
 
     def prefix_pages(self, req: Any) -> list[int]:
         """Host pages of the prefix that the request matched."""
