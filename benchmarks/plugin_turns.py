@@ -38,9 +38,10 @@ class Turns:
         self.rng = Random(0)
         shared = self.rng.choices(range(2, 500), k=shape.shared)
         self.histories = [list(shared) for _ in range(shape.conversations)]
+        self.lengths = [Random(index) for index in range(shape.conversations)]  # of answers
         self.num_turns = [0] * shape.conversations
         self.waiting = deque(range(shape.conversations))
-        self.in_flight: dict[str, int] = {}
+        self.in_flight: dict[str, tuple[int, int]] = {}  # conversation, length of the answer
         self.warm = False
         self.num_forwards: defaultdict[str, int] = defaultdict(int)
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -89,10 +90,10 @@ class Turns:
     def _turn(self, index: int) -> Any:
         self.histories[index] += self.rng.choices(range(2, 500), k=self.shape.turn)
         rid = f"{index}-{self.num_turns[index]}"
-        return self._request(rid, index, self.histories[index], self.shape.answer)
+        return self._request(rid, index, self.histories[index], self.shape.draw_answer(self.lengths[index]))
 
     def _request(self, rid: str, index: int, prompt: list[int], new_tokens: int) -> Any:
-        self.in_flight[rid] = index
+        self.in_flight[rid] = index, new_tokens
         return request(rid, prompt, new_tokens)
 
     def _outbox(self, output: Any) -> None:
@@ -101,10 +102,10 @@ class Turns:
         for rid, reason in zip(output.rids, output.finished_reasons, strict=True):
             if reason is None:
                 continue
-            index = self.in_flight.pop(rid)
+            index, new_tokens = self.in_flight.pop(rid)
             self.warm = True
             if rid != WARM_UP:
-                self.histories[index] += [5] * self.shape.answer
+                self.histories[index] += [5] * new_tokens
                 self.num_turns[index] += 1
                 if self.num_turns[index] < self.shape.turns:
                     self.waiting.append(index)

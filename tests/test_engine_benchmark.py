@@ -447,12 +447,16 @@ def test_conversations_grow_and_keep_to_their_concurrency(concurrency: int) -> N
 
     run = with_fake(fake, work)
     assert fake.peak == concurrency and run["requests"] == 15
-    lengths = sorted(len(body["input_ids"]) for body in fake.bodies[1:])
-    assert lengths == sorted([32 + 8 * turn + 4 * (turn - 1) for turn in (1, 2, 3)] * 5)
-    asked = sum(lengths)
+    asked = [(len(b["input_ids"]), b["sampling_params"]["max_new_tokens"]) for b in fake.bodies[1:]]
+    drawn = {new_tokens for _, new_tokens in asked}
+    assert drawn <= {2, 3, 4, 5, 6} and len(drawn) > 2, "answers of one length lock in step"
+    first, last = sorted(asked)[:5], sorted(asked)[-5:]
+    assert {prompt for prompt, _ in first} == {32 + 8}
+    assert all(32 + 3 * 8 + 2 * 2 <= prompt <= 32 + 3 * 8 + 2 * 6 for prompt, _ in last)
+    tokens = sum(prompt for prompt, _ in asked)
     cached = [40, 52]  # all whole pages of the turn before and its answer, and the shared prefix at first
     assert run["cached_share"] == pytest.approx(
-        5 * (32 + sum(n // PAGE * PAGE for n in cached)) / asked, abs=0.1
+        5 * (32 + sum(n // PAGE * PAGE for n in cached)) / tokens, abs=0.1
     )
     assert 1.5 < run["itl_p50"] < 20 and run["ttft_p95"] >= run["ttft_p50"]
 

@@ -1,7 +1,9 @@
 """Multi-turn load: conversations over one shared prefix, several at a time.
 
 Each of 32 conversations has 6 turns. A turn appends 2,000 new tokens to all that was said and is answered
-with 64. Concurrency bounds the requests in flight; conversations advance turn by turn.
+with 32 to 96: answers of one length lock the requests in step, in this or that pattern for a whole run, and
+that decides latencies more than the engine does. Concurrency bounds the requests in flight; conversations
+advance turn by turn.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ from benchmarks.engine.client import Answer, Client
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the load; lengths in tokens."""
+    """Of the load; lengths in tokens. ``answer``: the mean."""
 
     conversations: int = 32
     turns: int = 6
     shared: int = 16_384
     turn: int = 2_000
     answer: int = 64
+
+    def draw_answer(self, rng: Random) -> int:
+        """The length of one answer: up to half of the mean away from it."""
+        return self.answer + rng.randint(-(self.answer // 2), self.answer // 2)
 
 
 async def converse(client: Client, shape: Shape, concurrency: int, seed: int) -> dict[str, Any]:
@@ -40,34 +46,34 @@ async def converse(client: Client, shape: Shape, concurrency: int, seed: int) ->
     await client.generate(shared, 1)
     slots = asyncio.Semaphore(concurrency)
     answers: list[Answer] = []
+    asked = 0
 
     async def conversation(own: Random) -> None:
+        nonlocal asked
         history = list(shared)
         for _ in range(shape.turns):
             history += prompt(own, shape.turn)
+            asked += len(history)
             async with slots:
-                answer = await client.generate(history, shape.answer)
+                answer = await client.generate(history, shape.draw_answer(own))
             history += answer.tokens
             answers.append(answer)
 
     start = time.perf_counter()
     await asyncio.gather(*(conversation(Random(rng.random())) for _ in range(shape.conversations)))
-    return figures(answers, time.perf_counter() - start, shape)
+    return figures(answers, time.perf_counter() - start, asked)
 
 
-def figures(answers: Sequence[Answer], seconds: float, shape: Shape) -> dict[str, Any]:
-    """Milliseconds, tokens a second, and the share of prompt tokens that were cached."""
+def figures(answers: Sequence[Answer], seconds: float, asked: int) -> dict[str, Any]:
+    """Milliseconds, tokens a second, and the share of the ``asked`` prompt tokens that were cached."""
     ttft = [answer.ttft * 1e3 for answer in answers]
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
-    asked = sum(
-        shape.shared + turn * shape.turn + (turn - 1) * shape.answer for turn in range(1, shape.turns + 1)
-    )
     return {
         "ttft_p50": quantile(ttft, 0.5),
         "ttft_p95": quantile(ttft, 0.95),
         **latencies(gaps),
         "tokens_per_second": sum(len(answer.tokens) for answer in answers) / seconds,
-        "cached_share": sum(answer.cached for answer in answers) / (asked * shape.conversations),
+        "cached_share": sum(answer.cached for answer in answers) / asked,
         "seconds": seconds,
         "requests": len(answers),
     }

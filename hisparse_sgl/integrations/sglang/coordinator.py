@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,8 +103,7 @@ class Coordinator:
         self.device_pool = BorrowedDevicePool(pool, layout)
         on_gpu = self.device_pool.buffer.is_cuda
         _log_sizes(config, sizes, layout)
-        log = partial(logger.info, "hisparse_sgl: %s")
-        self.host_pool = HostPool(layout, config.host_pages, on_gpu, on_progress=log)
+        self.host_pool = HostPool(layout, config.host_pages, on_gpu)
         kernels = None if self.options.kernels == "auto" else self.options.kernels
         row = layout.host_group.row
         self.transfers = self.transfer_class(
