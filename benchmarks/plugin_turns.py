@@ -38,7 +38,8 @@ class Turns:
         self.rng = Random(0)
         shared = self.rng.choices(range(2, 500), k=shape.shared)
         self.histories = [list(shared) for _ in range(shape.conversations)]
-        self.lengths = [Random(index) for index in range(shape.conversations)]  # of answers
+        # Of answers: each conversation draws its own, so that they are the same in any order of turns.
+        self.lengths = [Random(index) for index in range(shape.conversations)]
         self.num_turns = [0] * shape.conversations
         self.waiting = deque(range(shape.conversations))
         self.in_flight: dict[str, tuple[int, int]] = {}  # conversation, length of the answer

@@ -193,7 +193,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--skip", nargs="+", default=[], choices=("answers", "steady", "conversations"))
     one.add_argument("--concurrency", type=int, nargs="+", default=[4, 16, 32])
     one.add_argument("--rounds", type=int, default=3)
-    one.add_argument("--answer", type=int, default=64, help="tokens of an answer in a conversation")
+    one.add_argument("--answer", type=int, default=64, help="mean tokens of an answer in a conversation")
     one.add_argument("--wait-for", type=Path, help="time nothing before this file is there")
     one = command("soak", run_soak, "random load with the byte audit", ["soak"])
     one.add_argument("--seconds", type=float, default=300, help="of load and drain together")
