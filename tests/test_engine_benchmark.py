@@ -470,6 +470,10 @@ def test_the_plan_takes_turns_and_leaves_slow_runs_for_the_end() -> None:
     assert runs[13:15] == [Run("roomy", 4, 1), Run("roomy_none", 4, 1)]
     assert [run.engine for run in runs[-6:]] == ["roomy_stock"] * 6
     assert {run.engine for run in plan([4], 1)} == {"roomy_none", "roomy", "roomy_stock"}
+    longer = plan([4, 16, 32], 3, more=2)
+    assert [run for run in longer if run.round < 3] == runs
+    close = [Run("roomy", 4, 3), Run("roomy_none", 4, 3), Run("roomy_none", 4, 4), Run("roomy", 4, 4)]
+    assert longer[-10:-6] == close, "before the slow ones, for which there may be no time"
 
 
 def timed_server(url: str, engine: str, ends_after: int = 10**9) -> Any:
@@ -573,6 +577,19 @@ def test_quantiles_and_aims() -> None:
     found["roomy_stock", 4]["ttft_p50"] = 2.9
     found["quarter", 4]["tokens_per_second"] = 1.2
     assert all(line.startswith("BROKEN") for line in conversations.verdicts(found))
+
+
+def test_ratios_within_rounds() -> None:
+    values = {"roomy_none": [1.0, 2.0, 4.0], "roomy": [1.1, 2.1, 3.0, 9.0]}
+    lines = [
+        {"engine": engine, "concurrency": 4, "round": round_, "itl_p50": value}
+        for engine, runs in values.items()
+        for round_, value in enumerate(runs)
+    ]
+    assert conversations.in_pairs(lines, "itl_p50", "roomy", "roomy_none") == {4: 1.05}
+    figures = dict.fromkeys(conversations.FIGURES, 1.0)
+    found: dict[tuple[str, int], dict[str, float]] = {("roomy", 4): figures, ("roomy_none", 4): figures}
+    assert "within rounds 1.050)" in conversations.verdicts(found, {4: 1.05})[0]
 
 
 QUICK = soak.Load(
@@ -752,7 +769,7 @@ def test_the_timed_command(
     monkeypatch.setattr(main, "Timed", partial(Timed, warm_up=SHAPE))
     monkeypatch.setattr(conversations, "Shape", lambda answer: replace(SHAPE, answer=answer))
     words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port()}"
-    words += " --concurrency 4 --rounds 1 --skip answers steady --answer 5"
+    words += " --concurrency 4 --rounds 1 --more-rounds 0 --skip answers steady --answer 5"
     monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
     assert main.main() in (0, 1)  # whatever a fake's speed is
     printed = capsys.readouterr().out.splitlines()

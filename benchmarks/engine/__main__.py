@@ -64,9 +64,9 @@ async def run_timed(args: argparse.Namespace) -> int:
         if "answers" not in args.skip:
             await timed.answers()
         if "steady" not in args.skip:
-            await timed.steady(BATCHES, args.rounds)
+            await timed.steady(BATCHES, args.rounds + args.more_rounds)
         if "conversations" not in args.skip:
-            await timed.conversations(args.concurrency, args.rounds)
+            await timed.conversations(args.concurrency, args.rounds, args.more_rounds)
     finally:
         await timed.stop()
     return summary(args.out, timed.failures, brief=False)
@@ -193,6 +193,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--skip", nargs="+", default=[], choices=("answers", "steady", "conversations"))
     one.add_argument("--concurrency", type=int, nargs="+", default=[4, 16, 32])
     one.add_argument("--rounds", type=int, default=3)
+    one.add_argument(
+        "--more-rounds",
+        type=int,
+        default=7,
+        help="of decode steps, and of roomy_none and roomy at the least concurrency",
+    )
     one.add_argument("--answer", type=int, default=64, help="mean tokens of an answer in a conversation")
     one.add_argument("--wait-for", type=Path, help="time nothing before this file is there")
     one = command("soak", run_soak, "random load with the byte audit", ["soak"])

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from benchmarks.engine.answers import prompt
 from benchmarks.engine.client import Client
@@ -26,7 +27,7 @@ class Batch:
 FIGURES = ("itl_p50", "itl_mean", "itl_p95")
 
 
-async def decode(client: Client, shape: Batch, size: int) -> dict[str, float]:
+async def decode(client: Client, shape: Batch, size: int) -> dict[str, Any]:
     """Milliseconds between tokens while ``size`` requests decode. Their prompts are the same each time."""
     shared = prompt(Random(0), shape.shared)
     await client.generate(shared, 1)

@@ -28,6 +28,9 @@ GROUPS = ((("roomy_none", "roomy", "roomy_stock"), 0), (("quarter_none", "quarte
 """Engines whose runs take turns, and their least concurrency."""
 
 TIMED = ("roomy_none", "roomy_stock", "roomy", "quarter_none", "quarter", "tight")
+CLOSE = ("roomy_none", "roomy")
+"""Their inter-token latency is to be within 3 %, which is less than runs differ: it takes more rounds."""
+
 SLOW = "roomy_stock"
 """It computes every prompt anew: after the first round its runs come last."""
 
@@ -45,14 +48,23 @@ class Run:
     round: int
 
 
-def plan(concurrencies: Sequence[int], rounds: int) -> list[Run]:
-    """All runs in order. The order of engines turns around from round to round."""
+def plan(concurrencies: Sequence[int], rounds: int, more: int = 0) -> list[Run]:
+    """All runs in order. The order of engines turns around from round to round.
+
+    ``more`` rounds of the two that are to be within 3 %, at the least concurrency, come after the others.
+    """
     runs = []
     for round_ in range(rounds):
         for engines, least in GROUPS:
             for concurrency in sorted((c for c in concurrencies if c >= least), reverse=least > 0):
-                runs += [Run(engine, concurrency, round_) for engine in engines[:: -1 if round_ % 2 else 1]]
+                runs += [Run(engine, concurrency, round_) for engine in in_turn(engines, round_)]
+    for round_ in range(rounds, rounds + more):
+        runs += [Run(engine, min(concurrencies), round_) for engine in in_turn(CLOSE, round_)]
     return sorted(runs, key=lambda run: run.engine == SLOW and run.round > 0)
+
+
+def in_turn(engines: Sequence[str], round_: int) -> Sequence[str]:
+    return engines[:: -1 if round_ % 2 else 1]
 
 
 class Timed:
@@ -113,13 +125,13 @@ class Timed:
         """Decode steps of these batches. The order of engines turns around from round to round."""
         for round_ in range(rounds):
             for size in sizes:
-                for name in STEADY[:: -1 if round_ % 2 else 1]:
+                for name in in_turn(STEADY, round_):
                     if self.can_ask(name) and (name != SLOW or round_ == 0):
                         await self._attempt(name, f"batch {size}", self._decode(name, size, round_))
 
-    async def conversations(self, concurrencies: Sequence[int], rounds: int) -> None:
+    async def conversations(self, concurrencies: Sequence[int], rounds: int, more: int = 0) -> None:
         """Runs in the order of ``plan``, as many as there is time for."""
-        runs = [run for run in plan(concurrencies, rounds) if run.engine in self.servers]
+        runs = [run for run in plan(concurrencies, rounds, more) if run.engine in self.servers]
         done = 0
         for run in runs:
             if self.can_ask(run.engine):
