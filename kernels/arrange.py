@@ -17,7 +17,7 @@ from hisparse_sgl.kernels.backend import can_overlap, check_tensor, choose, jit,
 from hisparse_sgl.kernels.state import CopyPlan
 
 # Entries from which a plan is long: a shorter one is copied as it is.
-LONG_PLAN = 4096
+LONG_PLAN = 2048
 # Batches that can plan fewer entries than this are not worth the two launches.
 LARGE_BATCH = 32768
 BLOCK = 1024
