@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("aiohttp", reason="benchmarks.engine talks through aiohttp, which comes with SGLang")
@@ -27,7 +30,7 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.engine import __main__ as main
 from benchmarks.engine import client as client_module
-from benchmarks.engine import compare, conversations, matrix, rest, results, soak
+from benchmarks.engine import compare, conversations, cores, matrix, rest, results, soak, timed_results
 from benchmarks.engine.answers import ask_server, prompt, the_prompts
 from benchmarks.engine.client import Answer, Client, parse_metrics
 from benchmarks.engine.matrix import Job
@@ -72,6 +75,7 @@ class Fake:
         self.bodies: list[dict[str, Any]] = []
         self.aborted: set[str] = set()
         self.refuse = False
+        self.flushes = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**24)
@@ -146,6 +150,7 @@ class Fake:
 
     async def flush(self, request: web.Request) -> web.Response:
         self.cached.clear()
+        self.flushes += 1
         return web.Response()
 
     async def health(self, request: web.Request) -> web.Response:
@@ -463,17 +468,42 @@ def test_conversations_grow_and_keep_to_their_concurrency(concurrency: int) -> N
 
 def test_the_plan_takes_turns_and_leaves_slow_runs_for_the_end() -> None:
     runs = plan([4, 16, 32], 3)
-    assert len(runs) == len(set(runs)) == 3 * (3 * 3 + 2 * 2)
-    first = [(run.engine, run.concurrency) for run in runs[:13]]
-    assert first[:3] == [("roomy_none", 4), ("roomy", 4), ("roomy_stock", 4)]
-    assert first[9:] == [("quarter_none", 32), ("quarter", 32), ("quarter_none", 16), ("quarter", 16)]
-    assert runs[13:15] == [Run("roomy", 4, 1), Run("roomy_none", 4, 1)]
-    assert [run.engine for run in runs[-6:]] == ["roomy_stock"] * 6
-    assert {run.engine for run in plan([4], 1)} == {"roomy_none", "roomy", "roomy_stock"}
+    assert len(runs) == len(set(runs)) == 3 * (3 + 3 + 2)
+    close, slow, small = ("roomy_none", "roomy"), ("roomy_stock",), ("quarter_none", "quarter")
+    first = [Run(close, 4, 0), Run(close, 16, 0), Run(close, 32, 0), Run(slow, 4, 0), Run(slow, 16, 0)]
+    assert runs[:8] == [*first, Run(slow, 32, 0), Run(small, 32, 0), Run(small, 16, 0)]
+    assert [run.engines for run in runs[-6:]] == [slow] * 6
+    assert plan([4], 1) == [Run(close, 4, 0), Run(slow, 4, 0)]
     longer = plan([4, 16, 32], 3, more=2)
     assert [run for run in longer if run.round < 3] == runs
-    close = [Run("roomy", 4, 3), Run("roomy_none", 4, 3), Run("roomy_none", 4, 4), Run("roomy", 4, 4)]
-    assert longer[-10:-6] == close, "before the slow ones, for which there may be no time"
+    assert longer[-8:-6] == [Run(close, 4, 3), Run(close, 4, 4)], (
+        "before those for which there may be no time"
+    )
+
+
+def test_a_run_may_be_held_in_parts() -> None:
+    """The load is the same, and between the parts nothing is flushed."""
+
+    async def work(url: str) -> dict[str, Any]:
+        async with Client(url) as client:
+            run = conversations.Conversations(client, SHAPE, 2, seed=1)
+            await run.begin()
+            for number in (2, 2, 1):
+                await run.hold(number)
+            return run.figures()
+
+    def bodies(fake: Fake) -> list[Any]:
+        return sorted((body["input_ids"], body["sampling_params"]["max_new_tokens"]) for body in fake.bodies)
+
+    async def whole(url: str) -> dict[str, Any]:
+        async with Client(url) as client:
+            return await conversations.converse(client, SHAPE, 2, seed=1)
+
+    parts, one = Fake(), Fake()
+    in_parts, in_one = with_fake(parts, work), with_fake(one, whole)
+    assert bodies(parts) == bodies(one) and parts.flushes == one.flushes == 1
+    assert in_parts["requests"] == in_one["requests"] == 15
+    assert in_parts["cached_share"] == pytest.approx(in_one["cached_share"], abs=0.1)
 
 
 def timed_server(url: str, engine: str, ends_after: int = 10**9) -> Any:
@@ -531,7 +561,10 @@ def test_timed_runs_are_written_at_once_and_reported(
     assert "16 of 16 conversation runs" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
     runs = [line for line in lines if "counts" not in line]
-    assert [Run(run["engine"], run["concurrency"], run["round"]) for run in runs] == plan([2, 16], 2)
+    order = [(run["engine"], run["concurrency"], run["round"]) for run in runs]
+    assert order == [(name, run.concurrency, run.round) for run in plan([2, 16], 2) for name in run.engines]
+    started = [json.loads(line) for line in (tmp_path / "start.jsonl").read_text().splitlines()]
+    assert {line["engine"] for line in started} == set(TIMED)
     counted = {(x["engine"], x["concurrency"], x["round"]): x["counts"] for x in lines if "counts" in x}
     assert len(counted) == 4 + 2 and counted["roomy", 2, 0]["restores"] == 16
     assert set(counted["roomy", 2, 0]) >= {"misses", "unpins", "reuses"}
@@ -545,6 +578,74 @@ def test_timed_runs_are_written_at_once_and_reported(
     assert len(printed) < 42 and "(mean " in printed[-3] and "quarter" in printed[-1]
     assert sum("counts, all runs" in line for line in printed) == 2
     assert any("tight TTFT" in line for line in printed) and not any("audit" in line for line in printed)
+    kept = timed_results.append(tmp_path, tmp_path / "kept.jsonl", {"commit": "c"})
+    assert kept == [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    number = {"answers": 4, "start": 6, "steady": len(steps), "conversations": 16, "counts": 6}
+    assert {part: sum(line["part"] == part for line in kept) for part in number} == number
+    assert {line["engine"] for line in kept[:4]} == {"roomy_none", "roomy_stock", "roomy", "tight"}
+    assert len(kept) == sum(number.values()) and all(line["commit"] == "c" for line in kept)
+    assert all(
+        line["card"] == "a card"
+        for line in timed_results.append(tmp_path, tmp_path / "kept.jsonl", {"card": "a card"})
+    )
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 2 * len(kept)
+
+
+def test_engines_take_turns_within_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.engine import timed
+
+    monkeypatch.setattr(timed, "HELD", 2)
+    order: list[str] = []
+
+    class Noted(Fake):
+        async def generate(self, request: web.Request) -> web.StreamResponse:
+            order.append(self.salt)
+            return await super().generate(request)
+
+    async def work() -> Timed:
+        async with AsyncExitStack() as stack:
+            servers = []
+            for name in ("roomy_none", "roomy"):
+                server = await stack.enter_async_context(TestServer(Noted(salt=name).app()))
+                servers.append(timed_server(str(server.make_url("")).rstrip("/"), name))
+            found = Timed(servers, tmp_path, 60, 30, SHAPE)
+            await found.conversations([2], 1)
+            return found
+
+    found = asyncio.run(work())
+    assert found.failures == [] and found.done == 2
+    turns = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    one, two = "roomy_none", "roomy"  # the first two turns are the shared prefix
+    assert turns == [one, two, one, two, one, two] and order.count(one) == order.count(two) == 1 + 15
+    assert order[2:26] == [one] * 6 + [two] * 12 + [one] * 6, "two conversations a turn, the last one alone"
+
+
+def test_each_kind_of_process_has_its_core() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    with pytest.raises(ValueError, match="4 different ones of"):
+        cores.check([allowed[0]] * 4)
+    with pytest.raises(ValueError, match="correct them"):
+        cores.check([*range(10**6, 10**6 + 4)])
+    script = """if True:
+        import subprocess
+        titles = ["sglang::scheduler_TP0", "sglang::detokenizer", "sglang::other"]
+        for child in [subprocess.Popen([title, "60"], executable="/bin/sleep") for title in titles]:
+            child.wait()"""
+    server = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    try:
+        found = psutil.Process(server.pid)
+        while len(found.children()) < 3 or any("python" in child.name() for child in found.children()):
+            time.sleep(0.01)
+        last = [allowed[-1]]
+        cores.pin([server.pid], [allowed[0], *last, allowed[0], *last])
+        placed = {child.cmdline()[0]: child.cpu_affinity() for child in found.children()}
+        assert psutil.Process().cpu_affinity() == placed["sglang::scheduler_TP0"] == [allowed[0]]
+        assert found.cpu_affinity() == placed["sglang::detokenizer"] == last
+        assert placed["sglang::other"] == allowed
+    finally:
+        psutil.Process().cpu_affinity(allowed)
+        os.killpg(server.pid, 9)
+        server.wait()
 
 
 def test_servers_that_end_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -559,7 +660,8 @@ def test_servers_that_end_are_left_out(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_nothing_is_timed_after_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_timed({"roomy": 99}, tmp_path, budget=-1.0) == []
-    assert "0 of 4 conversation runs" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "0 of 4 conversation runs" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["start.jsonl"]
 
 
 def test_quantiles_and_aims() -> None:

@@ -7,8 +7,9 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.engine import compare, conversations, matrix, results, steady
+from benchmarks.engine import compare, conversations, cores, matrix, results, steady, timed_results
 from benchmarks.engine.checkpoints import CHECKPOINTS, write_checkpoint
 from benchmarks.engine.matrix import BASE_PORT
 from benchmarks.engine.server import Server, ServerDied
@@ -53,12 +54,20 @@ async def run_matrix(args: argparse.Namespace) -> int:
 
 
 async def run_timed(args: argparse.Namespace) -> int:
+    if args.cores is not None:
+        try:
+            cores.check(args.cores)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     args.out = args.out / "timed"
     args.out.mkdir(exist_ok=True)
     shape = conversations.Shape(answer=args.answer)
     timed = Timed(build_servers(args), args.out, args.budget_seconds, args.limit, shape)
     try:
         await timed.start()
+        if args.cores is not None:
+            cores.pin(timed.process_ids(), args.cores)
         if args.wait_for is not None:
             await timed.wait_for(args.wait_for)
         if "answers" not in args.skip:
@@ -138,11 +147,22 @@ async def run_compare(args: argparse.Namespace) -> int:
 
 
 async def run_results(args: argparse.Namespace) -> int:
-    versions = dict(word.split("=", 1) for word in args.versions)
-    given = {"card": args.card, "date": args.date, "command": args.command, "versions": versions}
-    lines = results.rewrite(args.out, args.to, {key: value for key, value in given.items() if value})
+    lines = results.rewrite(args.out, args.to, about(args))
     print("\n".join(results.table(lines)))
     return 0
+
+
+async def run_timed_results(args: argparse.Namespace) -> int:
+    lines = timed_results.append(args.out / "timed", args.to, about(args))
+    print(f"{len(lines)} lines more in {args.to}")
+    return 0 if lines else 1
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What is given to be said of each line of a record."""
+    versions = dict(word.split("=", 1) for word in args.versions)
+    given = {name: getattr(args, name) for name in ("card", "date", "command", "commit")}
+    return {key: value for key, value in (given | {"versions": versions}).items() if value}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -182,12 +202,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--again", action="store_true", help="also jobs whose record is in --out")
     one = command("compare", run_compare, "the rules over what is in --out")
     one.add_argument("--brief", action="store_true", help="of rules that hold, only a count")
-    one = command("results", run_results, "records of the matrix as JSON lines and as a table")
-    one.add_argument("--to", type=Path, default=Path("benchmarks/results/engine_equal.jsonl"))
-    one.add_argument("--card", help="these four over what the records say")
-    one.add_argument("--versions", nargs="+", default=[], help="like sglang=0.5.23")
-    one.add_argument("--date")
-    one.add_argument("--command")
+    kept = Path("benchmarks/results")
+    for name, run, text, file in (
+        ("results", run_results, "the record of a matrix, anew, and as a table", "engine_equal.jsonl"),
+        (
+            "timed-results",
+            run_timed_results,
+            "what timed measured, added to its record",
+            "engine_timed.jsonl",
+        ),
+    ):
+        one = command(name, run, text)
+        one.add_argument("--to", type=Path, default=kept / file)
+        one.add_argument("--card", help="these over what the results say")
+        one.add_argument("--versions", nargs="+", default=[], help="like sglang=0.5.23")
+        for word in ("--date", "--command", "--commit"):
+            one.add_argument(word)
     one = command("timed", run_timed, "times of answers and of multi-turn load", list(TIMED))
     one.set_defaults(audit_every=0)
     one.add_argument("--skip", nargs="+", default=[], choices=("answers", "steady", "conversations"))
@@ -200,6 +230,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="of decode steps, and of roomy_none and roomy at the least concurrency",
     )
     one.add_argument("--answer", type=int, default=64, help="mean tokens of an answer in a conversation")
+    one.add_argument(
+        "--cores",
+        type=int,
+        nargs=len(cores.KINDS),
+        metavar="CORE",
+        help=f"one each for the main threads of {', '.join(cores.KINDS)}",
+    )
     one.add_argument("--wait-for", type=Path, help="time nothing before this file is there")
     one = command("soak", run_soak, "random load with the byte audit", ["soak"])
     one.add_argument("--seconds", type=float, default=300, help="of load and drain together")

@@ -38,30 +38,57 @@ class Shape:
         return self.answer + rng.randint(-(self.answer // 2), self.answer // 2)
 
 
-async def converse(client: Client, shape: Shape, concurrency: int, seed: int) -> dict[str, Any]:
-    """One run, which begins with an empty cache and an uncounted request for the shared prefix."""
-    rng = Random(seed)
-    shared = prompt(rng, shape.shared)
-    await client.flush()
-    await client.generate(shared, 1)
-    slots = asyncio.Semaphore(concurrency)
-    answers: list[Answer] = []
-    asked = 0
+class Conversations:
+    """One run on one server, some conversations after the other: between them other servers may be asked.
 
-    async def conversation(own: Random) -> None:
-        nonlocal asked
-        history = list(shared)
-        for _ in range(shape.turns):
-            history += prompt(own, shape.turn)
-            asked += len(history)
-            async with slots:
-                answer = await client.generate(history, shape.draw_answer(own))
+    Args:
+        concurrency: requests in flight, at most.
+        seed: of all prompts and lengths; the conversations are the same however they are divided.
+    """
+
+    def __init__(self, client: Client, shape: Shape, concurrency: int, seed: int) -> None:
+        self.client = client
+        self.shape = shape
+        self.rng = Random(seed)
+        self.shared = prompt(self.rng, shape.shared)
+        self.slots = asyncio.Semaphore(concurrency)
+        self.answers: list[Answer] = []
+        self.asked = 0  # tokens of all prompts
+        self.seconds = 0.0
+
+    async def begin(self) -> None:
+        """Empty the cache, and ask for the shared prefix, uncounted."""
+        await self.client.flush()
+        await self.client.generate(self.shared, 1)
+
+    async def hold(self, conversations: int) -> None:
+        """The next ones, side by side; returns when all have ended."""
+        start = time.perf_counter()
+        seeds = [self.rng.random() for _ in range(conversations)]
+        await asyncio.gather(*(self._conversation(Random(seed)) for seed in seeds))
+        self.seconds += time.perf_counter() - start
+
+    def figures(self) -> dict[str, Any]:
+        """Of all that was held."""
+        return figures(self.answers, self.seconds, self.asked)
+
+    async def _conversation(self, rng: Random) -> None:
+        history = list(self.shared)
+        for _ in range(self.shape.turns):
+            history += prompt(rng, self.shape.turn)
+            self.asked += len(history)
+            async with self.slots:
+                answer = await self.client.generate(history, self.shape.draw_answer(rng))
             history += answer.tokens
-            answers.append(answer)
+            self.answers.append(answer)
 
-    start = time.perf_counter()
-    await asyncio.gather(*(conversation(Random(rng.random())) for _ in range(shape.conversations)))
-    return figures(answers, time.perf_counter() - start, asked)
+
+async def converse(client: Client, shape: Shape, concurrency: int, seed: int) -> dict[str, Any]:
+    """A whole run in one go."""
+    run = Conversations(client, shape, concurrency, seed)
+    await run.begin()
+    await run.hold(shape.conversations)
+    return run.figures()
 
 
 def figures(answers: Sequence[Answer], seconds: float, asked: int) -> dict[str, Any]:
