@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import os
@@ -30,7 +31,17 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks.engine import __main__ as main
 from benchmarks.engine import client as client_module
-from benchmarks.engine import compare, conversations, cores, matrix, rest, results, soak, timed_results
+from benchmarks.engine import (
+    compare,
+    conversations,
+    cores,
+    matrix,
+    rest,
+    results,
+    soak,
+    timed_results,
+    traces,
+)
 from benchmarks.engine.answers import ask_server, prompt, the_prompts
 from benchmarks.engine.client import Answer, Client, parse_metrics
 from benchmarks.engine.matrix import Job
@@ -75,7 +86,7 @@ class Fake:
         self.bodies: list[dict[str, Any]] = []
         self.aborted: set[str] = set()
         self.refuse = False
-        self.flushes = 0
+        self.flushes = self.profiled = 0
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**24)
@@ -83,6 +94,7 @@ class Fake:
             web.post("/generate", self.generate),
             web.post("/abort_request", self.abort),
             web.post("/flush_cache", self.flush),
+            web.post("/start_profile", self.profile),
             web.get("/health", self.health),
             web.get("/metrics/", self.metrics),
         ])  # fmt: skip
@@ -153,6 +165,15 @@ class Fake:
         self.flushes += 1
         return web.Response()
 
+    async def profile(self, request: web.Request) -> web.Response:
+        self.profiled = self.running
+        body = await request.json()
+        folder = Path(body["output_dir"])
+        folder.mkdir(parents=True)
+        with gzip.open(folder / "1-TP-0.trace.json.gz", "wt") as out:
+            json.dump({"traceEvents": trace(body["num_steps"])}, out)
+        return web.Response()
+
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
 
@@ -165,6 +186,22 @@ class Fake:
             label = f'{labels},{kind}="{state}"' if state else labels
             lines.append(f"{series}{{{label}}} {self.leak if state == 'in_use' else 0}")
         return web.Response(text="\n".join(lines) + "\n")
+
+
+def trace(steps: int) -> list[dict[str, Any]]:
+    """Steps of a graph with two kernels that overlap, each beside a kernel outside of it."""
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
+    for step in range(steps):
+        kernels = [("void f<int, (Mode)1>(int*)", 0.0, 3.0), ("(anonymous namespace)::g(Params)", 2.0, 4.0)]
+        for name, start, dur in [*kernels, ("void f<int>(int*)", 5.9, 0.1), ("small", 1.0, 0.5)]:
+            args = {"correlation": 2 * step}
+            event = {"ph": "X", "cat": "kernel", "name": name, "ts": 50.0 * step + start, "dur": dur}
+            events.append(event | {"args": args})
+        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 50.0 * step, "dur": 1.0}
+        events.append(launch | {"args": {"correlation": 2 * step}})
+        other = {"ph": "X", "cat": "kernel", "name": "other", "ts": 50.0 * step + 20, "dur": 9.0}
+        events.append(other | {"args": {"correlation": 2 * step + 1}})
+    return events
 
 
 def with_fake(fake: Fake, work: Callable[[str], Awaitable[Any]]) -> Any:
@@ -545,6 +582,7 @@ def run_timed(
             await timed.answers()
             await timed.steady([1, 2], rounds)
             await timed.conversations([2, 16], rounds)
+            await timed.graphs(2)
             await timed.stop()
             return timed.failures
 
@@ -580,7 +618,13 @@ def test_timed_runs_are_written_at_once_and_reported(
     assert any("tight TTFT" in line for line in printed) and not any("audit" in line for line in printed)
     kept = timed_results.append(tmp_path, tmp_path / "kept.jsonl", {"commit": "c"})
     assert kept == [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    number = {"answers": 4, "start": 6, "steady": len(steps), "conversations": 16, "counts": 6}
+    graphs = [line for line in kept if line["part"] == "graph"]
+    assert [line["engine"] for line in graphs] == ["roomy_none", "roomy"]
+    assert all(line["batch"] == 2 and line["launches"] == 60 for line in graphs)
+    assert graphs[0]["span_us"] == 6.0 and graphs[0]["kernels"] == 4
+    assert graphs[0]["kernels_us"] == {"g": 4.0, "f": 3.1}
+    assert any(line.startswith("decode graph") and "1.000 x roomy_none" in line for line in printed)
+    number = {"answers": 4, "start": 6, "steady": len(steps), "conversations": 16, "counts": 6, "graph": 2}
     assert {part: sum(line["part"] == part for line in kept) for part in number} == number
     assert {line["engine"] for line in kept[:4]} == {"roomy_none", "roomy_stock", "roomy", "tight"}
     assert len(kept) == sum(number.values()) and all(line["commit"] == "c" for line in kept)
@@ -589,6 +633,22 @@ def test_timed_runs_are_written_at_once_and_reported(
         for line in timed_results.append(tmp_path, tmp_path / "kept.jsonl", {"card": "a card"})
     )
     assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 2 * len(kept)
+
+
+def test_the_profile_is_of_decode_steps_alone(tmp_path: Path) -> None:
+    fake = Fake(step=0.03)
+    shape = Batch(shared=20, own=3, answer=8, edge=2)
+
+    async def work(url: str) -> Path:
+        async with Client(url) as client:
+            return await traces.record(client, shape, 3, tmp_path / "traces", steps=5)
+
+    file = with_fake(fake, work)
+    assert fake.profiled == 3 and traces.decode_graph(file)["launches"] == 5
+    with gzip.open(file, "wt") as out:
+        json.dump({"traceEvents": []}, out)
+    with pytest.raises(RuntimeError, match="no CUDA graph"):
+        traces.decode_graph(file)
 
 
 def test_engines_take_turns_within_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -871,7 +931,7 @@ def test_the_timed_command(
     monkeypatch.setattr(main, "Timed", partial(Timed, warm_up=SHAPE))
     monkeypatch.setattr(conversations, "Shape", lambda answer: replace(SHAPE, answer=answer))
     words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port()}"
-    words += " --concurrency 4 --rounds 1 --more-rounds 0 --skip answers steady --answer 5"
+    words += " --concurrency 4 --rounds 1 --more-rounds 0 --skip answers steady graphs --answer 5"
     monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
     assert main.main() in (0, 1)  # whatever a fake's speed is
     printed = capsys.readouterr().out.splitlines()

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import compare, conversations, cores, matrix, results, steady, timed_results
+from benchmarks.engine import compare, conversations, cores, matrix, results, steady, timed_results, traces
 from benchmarks.engine.checkpoints import CHECKPOINTS, write_checkpoint
 from benchmarks.engine.matrix import BASE_PORT
 from benchmarks.engine.server import Server, ServerDied
 from benchmarks.engine.settings import ENGINES, Launch
 from benchmarks.engine.soak import soak
 from benchmarks.engine.timed import BATCHES, TIMED, Timed
+
+PARTS = ("answers", "steady", "conversations", "graphs")
+"""Of ``timed``, in their order."""
 
 FULL_FAILURES = 1
 """So many are printed with the end of their log, the others with its last line: the logs lie in --out."""
@@ -31,7 +34,8 @@ def summary(folder: Path, failures: list[str], brief: bool) -> int:
     """Print what the results in ``folder`` say, the verdicts last; 0 if all rules hold and nothing failed."""
     print_failures(failures)
     table, verdicts = conversations.report(folder / "conversations.jsonl")
-    table = [*steady.report(folder / "steady.jsonl", base="roomy_none"), *table]
+    graphs = traces.report(folder / "graphs.jsonl", base="roomy_none")
+    table = [*steady.report(folder / "steady.jsonl", base="roomy_none"), *graphs, *table]
     verdicts = [*compare.compare(folder, brief), *verdicts]
     print("\n".join([*table, *verdicts]))
     return 1 if failures or not verdicts or any(line.startswith("BROKEN") for line in verdicts) else 0
@@ -76,6 +80,8 @@ async def run_timed(args: argparse.Namespace) -> int:
             await timed.steady(BATCHES, args.rounds + args.more_rounds)
         if "conversations" not in args.skip:
             await timed.conversations(args.concurrency, args.rounds, args.more_rounds)
+        if "graphs" not in args.skip:
+            await timed.graphs(min(args.concurrency))
     finally:
         await timed.stop()
     return summary(args.out, timed.failures, brief=False)
@@ -220,7 +226,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             one.add_argument(word)
     one = command("timed", run_timed, "times of answers and of multi-turn load", list(TIMED))
     one.set_defaults(audit_every=0)
-    one.add_argument("--skip", nargs="+", default=[], choices=("answers", "steady", "conversations"))
+    one.add_argument("--skip", nargs="+", default=[], choices=PARTS)
     one.add_argument("--concurrency", type=int, nargs="+", default=[4, 16, 32])
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument(

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -143,6 +144,13 @@ class Client:
             self.last_work = time.perf_counter()
             if response.status != 200:
                 raise RuntimeError(f"/flush_cache answers {response.status}: {await response.text()}")
+
+    async def profile(self, folder: Path, steps: int) -> None:
+        """Have the server write a torch trace of its next steps to ``folder``."""
+        body = {"output_dir": str(folder), "num_steps": steps, "activities": ["CPU", "GPU"]}
+        async with self.session.post("/start_profile", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"/start_profile answers {response.status}: {await response.text()}")
 
     async def is_up(self) -> bool:
         try:

@@ -143,12 +143,13 @@ def in_pairs(lines: Sequence[dict[str, Any]], figure: str, one: str, two: str) -
 
     What slows the whole machine for minutes is in both runs of a round.
     """
-    values = {(run["engine"], run["concurrency"], run["round"]): run[figure] for run in lines}
+    values = {
+        (run["engine"], run["concurrency"], run["round"], run.get("commit")): run[figure] for run in lines
+    }
     ratios: dict[int, list[float]] = {}
-    for engine, concurrency, round_ in values:
-        if engine == one and (two, concurrency, round_) in values:
-            ratio = values[one, concurrency, round_] / values[two, concurrency, round_]
-            ratios.setdefault(concurrency, []).append(ratio)
+    for (engine, *rest), value in values.items():
+        if engine == one and (other := values.get((two, *rest))):
+            ratios.setdefault(rest[0], []).append(value / other)
     return {concurrency: statistics.median(found) for concurrency, found in ratios.items()}
 
 

@@ -21,6 +21,7 @@ from benchmarks.engine.client import Client, counts_of
 from benchmarks.engine.conversations import Conversations, Shape, converse
 from benchmarks.engine.server import Server, ServerDied, machine
 from benchmarks.engine.steady import Batch, decode
+from benchmarks.engine.traces import decode_graph, record
 
 ANSWERED = {"roomy_none": "none", "roomy_stock": "stock", "roomy": "resident", "tight": "tight"}
 """Who is asked for answers, and as which engine ``compare.py`` looks at them."""
@@ -148,6 +149,12 @@ class Timed:
             await self._attempt(name, "counts", self._count(name, None))
         print(f"{self.done} of {wanted} conversation runs", flush=True)
 
+    async def graphs(self, size: int) -> None:
+        """A profile of decode steps of ``size`` requests, of the engines that are to be close."""
+        for name in CLOSE:
+            if self.can_ask(name):
+                await self._attempt(name, "profile", self._graph(name, size))
+
     async def stop(self) -> None:
         """Stop what runs, and look for trouble in the logs."""
         for name, server in self.servers.items():
@@ -189,6 +196,12 @@ class Timed:
             found = await decode(client, self.batch, size)
         about = {"engine": name, "batch": size, "round": round_}
         self._append("steady.jsonl", about | found | self.about | {"answer": self.batch.answer})
+
+    async def _graph(self, name: str, size: int) -> None:
+        async with self.clients[name] as client:
+            file = await record(client, self.batch, size, self.out / "traces" / name)
+        about = {"engine": name, "batch": size, **await asyncio.to_thread(decode_graph, file)}
+        self._append("graphs.jsonl", about | self.about | {"answer": self.batch.answer})
 
     async def _hold(self, run: Run) -> None:
         """All engines of the run have the same conversations, in turns of a second or two.

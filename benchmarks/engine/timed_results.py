@@ -14,7 +14,12 @@ from benchmarks.engine.results import MACHINE
 from benchmarks.engine.timed import ANSWERED
 
 ENGINE_OF = {alias: engine for engine, alias in ANSWERED.items()}
-FILES = {"start": "start.jsonl", "steady": "steady.jsonl", "conversations": "conversations.jsonl"}
+FILES = {
+    "start": "start.jsonl",
+    "steady": "steady.jsonl",
+    "conversations": "conversations.jsonl",
+    "graph": "graphs.jsonl",
+}
 """What kind of line (``part``) the lines of a file are; a run's counts are of the kind ``counts``."""
 
 

@@ -21,7 +21,7 @@ from sglang.srt.managers import hisparse_coordinator as stock
 from sglang.srt.runtime_context import get_memory
 
 from hisparse_sgl.config import MAX_CONTEXT, HiSparseConfig, Sizes, hot_requests_within
-from hisparse_sgl.integrations.sglang import prometheus, targets
+from hisparse_sgl.integrations.sglang import prometheus, targets, topk
 from hisparse_sgl.integrations.sglang.admission import Admission
 from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
@@ -120,6 +120,8 @@ class Coordinator:
             extent_pages=extent_pages(row.page_bytes),
             on_lease=self._poison if self.options.poison else None,
         )
+        if on_gpu:
+            topk.verify(self.device_pool.buffer.device, config.top_k)
         pool.attach(self.runtime.tables.resident_page, kernels)
         self.token_to_kv_pool_allocator.attach(self)
 

@@ -18,6 +18,7 @@ from hisparse_sgl.integrations.sglang.signatures import (
     POOL,
     POOL_CONFIGURATOR,
     SCHEDULER,
+    TOPK,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ HOOKS = (
         "indexer",
         "compute_dsa_indexer_cell_size",
     ),
+    Hook(f"{TOPK}.topk_transform", "around", "topk", "topk_transform"),
     Hook(f"{SCHEDULER}.init_model_worker", "around", "scheduling", "init_model_worker"),
     Hook(f"{SCHEDULER}.get_prefill_adder_class", "around", "scheduling", "get_prefill_adder_class"),
     Hook(f"{SCHEDULER}.get_next_batch_to_run", "around", "scheduling", "get_next_batch_to_run"),

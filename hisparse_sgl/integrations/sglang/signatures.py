@@ -18,6 +18,7 @@ POOL_CONFIGURATOR = "sglang.srt.model_executor.pool_configurator"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
 OBSERVER = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 
 SIGNATURES: dict[str, dict[str, Expected]] = {
@@ -29,6 +30,22 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
         "declare_resolution": "server_args, source, **fields",
         "model_config_of": "server_args",
         "record_of": "view",
+    },
+    "sglang.kernels.ops.attention.dsv4.topk": {
+        "plan_topk_v2": (
+            "seq_lens, static_threshold=-1, *, out=None",
+            "seq_lens, static_threshold=-1",
+        ),
+        "topk_transform_paged_v2": (
+            "scores, seq_lens, page_tables, out_page_indices, page_size, metadata, out_raw_indices=None"
+        ),
+    },
+    TOPK: {
+        "should_use_topk_v2": "self",
+        "topk_transform": (
+            "self, logits, lengths, topk, topk_transform_method, attn_metadata, cu_seqlens_q_topk=None, "
+            "topk_indices_offset=None, row_starts=None, batch_idx_list=None, force_unfused_topk=False"
+        ),
     },
     "sglang.srt.configs.model_config": {
         "dsa_layer_skips_topk": "config, layer_id",
