@@ -35,6 +35,11 @@ class Residency:
         return self.leases.num_free - self.promised
 
     @property
+    def num_hot(self) -> int:
+        """Requests that hold a hot region; the pages of all others are on the device."""
+        return self.sizes.hot_regions - len(self.free_regions)
+
+    @property
     def can_give_hot(self) -> bool:
         """A hot region is free, and pages for it."""
         return bool(self.free_regions) and self.available >= self.sizes.hot_pages

@@ -165,6 +165,24 @@ class Runtime:
         self._replay(followers, plan)
         return rows
 
+    def resident_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """As ``swap_in``, for a batch whose rows are all on the device: nothing is planned or copied.
+
+        Args:
+            positions: int32 [batch, <= top_k], -1 pads.
+
+        Returns:
+            int32 rows of the same shape, a new tensor; -1 where masked or not resident.
+        """
+        return translate(
+            positions,
+            self.tables.resident_page,
+            self.sizes.page_rows,
+            page_table=self.tables.page_table,
+            request_rows=self.request_rows[: self.batch],
+            backend=self.backend,
+        )
+
     def wait_layer(self, layer: int) -> None:
         """Make the current stream wait for the copies of one layer."""
         event = self.ready.pop(layer, None)

@@ -37,6 +37,10 @@ class Memory(Protocol):
         """Device rows [requests, top_k] of the positions that were picked; -1 for none."""
         ...
 
+    def choose_graph(self) -> str | None:
+        """Of the decode step that is being launched."""
+        ...
+
 
 @dataclass(kw_only=True)
 class Step:
@@ -57,6 +61,7 @@ class Decode(Step):
     request_rows: torch.Tensor  # int64 [batch]
     seq_lens: torch.Tensor  # int64 [batch]
     positions: torch.Tensor  # int32 [batch, top_k], of the index group that is running
+    graph: str | None  # which variant is replayed, if there are several
 
     @property
     def num_real(self) -> int:
@@ -138,11 +143,14 @@ class Forwards:
         # A captured step keeps the rows of the batch before it behind its own.
         stale = torch.tensor([self.rng.randint(0, most) for _ in range(padding)], dtype=torch.int64)
         self.seen["padded rows"] += padding
+        graph = self.memory.choose_graph()
+        self.seen[f"steps: {graph}"] += 1
         return Decode(
             **vars(step),
             request_rows=torch.cat([batch.req_pool_indices.long(), stale]),
             seq_lens=torch.cat([batch.seq_lens.long(), torch.ones(padding, dtype=torch.int64)]),
             positions=torch.empty(0),
+            graph=graph,
         )
 
     def _check_owners(self, step: Step) -> None:

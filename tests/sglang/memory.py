@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from forwards import NOBODY, Decode, Forwards, WrongRow
+from sglang.srt.model_executor.runner_utils import capture_mode
 from texts import rows
 
 
@@ -29,6 +30,9 @@ class StockMemory:
             found[i] = torch.where(step.positions[i] < 0, -1, slots[step.positions[i].long()])
         return found
 
+    def choose_graph(self) -> str | None:
+        return None
+
     def check(self, forwards: Forwards) -> None: ...
 
     def settle(self) -> None:
@@ -49,10 +53,17 @@ class HybridMemory(StockMemory):
     def prefill_rows(self, slots: torch.Tensor) -> torch.Tensor:
         return self.coordinator.mem_pool_device.translate_loc_to_hisparse_device(slots)
 
+    def choose_graph(self) -> str | None:
+        return self.coordinator.graph_variant() if self.coordinator.options.resident_graphs else None
+
     def decode_rows(self, step: Decode, layer: int) -> torch.Tensor:
-        return self.coordinator.swap_in_selected_pages(
-            step.request_rows, step.seq_lens, step.positions, layer
-        )
+        capture_mode._set_capture_attention_variant(step.graph)
+        try:
+            return self.coordinator.swap_in_selected_pages(
+                step.request_rows, step.seq_lens, step.positions, layer
+            )
+        finally:
+            capture_mode._set_capture_attention_variant(None)
 
     def check(self, forwards: Forwards) -> None:
         if self.structure:

@@ -57,6 +57,7 @@ SCENARIOS: dict[str, tuple[Settings, Load]] = {
         BUSY,
     ),
     "one hot region": (replace(TIGHT, hisparse=(("max_hot_requests", 1),), eviction="lfu"), BUSY),
+    "graphs without swap-in": (replace(TIGHT, hisparse=(("resident_graphs", True),)), BUSY),
     "no prefix cache": (replace(TIGHT, radix=False), BUSY),
 }
 
@@ -86,6 +87,7 @@ def random_engine(seed: int) -> tuple[Settings, Load]:
             ("max_spill_pages", rng.choice((None, 1, 3))),
             ("max_hot_requests", rng.choice((None, None, 1))),
             ("audit_every", rng.choice((0, 0, 3))),
+            ("resident_graphs", seed % 2 == 0),
         ),
     )
     load = rng.choice((Load(), GROWING, BUSY, SHORT_ANSWERS, CONVERSATIONS))

@@ -195,6 +195,21 @@ def hand_out_slots_in_another_order(patch: Patch) -> None:
     patch.setattr(Coordinator, "prepare_decode", prepare)
 
 
+def swap_nothing_in(patch: Patch) -> None:
+    patch.setattr(Residency, "num_hot", 0)
+
+
+def choose_the_graph_of_the_step_before(patch: Patch) -> None:
+    def graph_variant(self: Coordinator) -> str:
+        chosen = real(self)
+        before.append(chosen)
+        return before.pop(0) if len(before) > 1 else chosen
+
+    before: list[str] = []
+    real = Coordinator.graph_variant
+    patch.setattr(Coordinator, "graph_variant", graph_variant)
+
+
 MUTATIONS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (count_pages_durable_when_the_copy_is_enqueued, "slow copies, python core"),
     (report_copies_to_the_host_before_they_ran, TIGHT),
@@ -219,6 +234,8 @@ MUTATIONS: tuple[tuple[Callable[[Patch], None], str], ...] = (
     (mirror_one_row_less, "rows mirrored in each step"),
     (take_padding_for_requests, TIGHT),
     (hand_out_slots_in_another_order, TIGHT),
+    (swap_nothing_in, "graphs without swap-in"),
+    (choose_the_graph_of_the_step_before, "graphs without swap-in"),
 )
 
 

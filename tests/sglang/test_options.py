@@ -35,6 +35,7 @@ def test_nothing_given_means_the_defaults(text: str | None) -> None:
         ("kernels", ["auto", "triton", "reference", "interpreter"], ["cuda", 1, None]),
         ("poison", [True, False], ["yes", 0]),
         ("max_hot_requests", [None, 1, 64], [0, "all"]),
+        ("resident_graphs", [True, False], [1, "no"]),
     ],
 )
 def test_each_field_is_taken_and_checked(field: str, good: list[object], bad: list[object]) -> None:

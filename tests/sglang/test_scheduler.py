@@ -8,6 +8,8 @@ import pytest
 from drive import run
 from scenarios import SCENARIOS
 
+from hisparse_sgl.integrations.sglang import graphs
+
 STEPS = 330  # of traffic; a run ends up to 150 steps later
 SEEDS = range(4)  # tried in turn until a scenario has shown what it is for
 
@@ -27,6 +29,7 @@ WANTED = {
     "few spills at a time": ("spill_failures", "hot_hits"),
     "rows mirrored in each step": ("spill_failures", "hot_hits"),
     "one hot region": ("hot_hits",),
+    "graphs without swap-in": (*TIGHT[:3], f"steps: {graphs.RESIDENT}", f"steps: {graphs.SWAP_IN}"),
     "no prefix cache": ("hot_hits",),
 }
 

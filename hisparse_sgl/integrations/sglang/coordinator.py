@@ -21,7 +21,7 @@ from sglang.srt.managers import hisparse_coordinator as stock
 from sglang.srt.runtime_context import get_memory
 
 from hisparse_sgl.config import MAX_CONTEXT, HiSparseConfig, Sizes, hot_requests_within
-from hisparse_sgl.integrations.sglang import prometheus, targets, topk
+from hisparse_sgl.integrations.sglang import graphs, prometheus, targets, topk
 from hisparse_sgl.integrations.sglang.admission import Admission
 from hisparse_sgl.integrations.sglang.audit import Audit
 from hisparse_sgl.integrations.sglang.kv_pool import BorrowedDevicePool, KVPool
@@ -95,6 +95,8 @@ class Coordinator:
         self.scratch_rows: list[int] = []
         self.decode_slots: list[int] = []
         self.launching: list[tuple[ServedRequest, int]] = []
+        self.is_resident = False  # the step that is launched replays a graph without swap-in
+        self.resident_rows = 0  # that such steps selected, which no kernel counts
 
     def _open_pools(self, layout: KVLayout) -> None:
         """Host memory first, then what works on it and on SGLang's device pool."""
@@ -215,11 +217,20 @@ class Coordinator:
     def after_forward(self) -> None:
         """On the forward's stream: it was launched. Mirrors run behind it."""
         launched, self.launching = self.launching, []
+        if self.is_resident:
+            self.is_resident = False
+            rows = sum(min(end, self.config.top_k) for _, end in launched)
+            self.resident_rows += rows * len(self.leaders)
         mirrored = self.lifecycle.settle(launched)
         if self.config.eager_host_mirror:
             self.lifecycle.pages.mirror(mirrored)
         if launched:
             self.audit.step()
+
+    def graph_variant(self) -> str:
+        """Which graph the decode step takes that is being launched, behind ``before_forward``."""
+        self.is_resident = not self.lifecycle.residency.num_hot
+        return graphs.RESIDENT if self.is_resident else graphs.SWAP_IN
 
     def request(self, req: Any) -> ServedRequest:
         """Our record of one of SGLang's requests."""
@@ -250,15 +261,20 @@ class Coordinator:
     ) -> torch.Tensor:
         """Device rows int32 [batch, top_k] of the selected positions of one layer, -1 masked.
 
-        A leader resolves and starts the copies of its group; a follower waits for its own.
+        A leader resolves and starts the copies of its group; a follower waits for its own. In a graph for
+        steps whose rows are all resident there is nothing to copy or to wait for.
         """
-        group = self.group_of[layer_id]
+        group, resident = self.group_of[layer_id], graphs.without_swap_in()
         if layer_id not in self.leaders:
-            self.runtime.wait_layer(layer_id)
+            if not resident:
+                self.runtime.wait_layer(layer_id)
             return self.answers[group]
         if group == 0:
             self.runtime.set_device_batch(req_pool_indices, self.num_real_reqs.on_device)
-        self.answers[group] = self.runtime.swap_in(group, top_k_result)
+        if resident:
+            self.answers[group] = self.runtime.resident_rows(top_k_result)
+        else:
+            self.answers[group] = self.runtime.swap_in(group, top_k_result)
         return self.answers[group]
 
     # The rest of what SGLang asks its coordinator. Nothing is staged here, and nothing is backed up late.
@@ -302,6 +318,7 @@ class Coordinator:
         """All series of docs/metrics.md; without ``exact`` the kernels' counts are those of the last landed
         read, and the GPU is not waited for."""
         self.runtime.fill(self.counters, None if exact else self.kernel_stats.read())
+        self.counters.resident_rows += self.resident_rows
         self.counters.fill(self.lifecycle.leases)
         return snapshot(self.counters, self.lifecycle)
 

@@ -63,6 +63,10 @@ class Options(BaseModel):
         Count | None,
         Field(description="Most hot regions; null means those whose state takes 5 % of the device pool."),
     ] = None
+    resident_graphs: Annotated[
+        bool,
+        Field(description="Capture each decode graph a second time, for steps whose rows are all resident."),
+    ] = False
 
     @classmethod
     def parse(cls, json_text: str | None) -> Options:

@@ -19,6 +19,8 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
+GRAPH_VARIANTS = "sglang.srt.layers.attention.graph_variants"
+GRAPH_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 OBSERVER = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 
 SIGNATURES: dict[str, dict[str, Expected]] = {
@@ -46,6 +48,15 @@ SIGNATURES: dict[str, dict[str, Expected]] = {
             "self, logits, lengths, topk, topk_transform_method, attn_metadata, cu_seqlens_q_topk=None, "
             "topk_indices_offset=None, row_starts=None, batch_idx_list=None, force_unfused_topk=False"
         ),
+    },
+    GRAPH_VARIANTS: {
+        "create_attention_graph_variants": "hf_config",
+    },
+    GRAPH_RUNNER: {
+        "_resolve_attention_variant": "self, forward_batch, capture_batch_size",
+    },
+    "sglang.srt.model_executor.runner_utils.capture_mode": {
+        "get_capture_attention_variant": "",
     },
     "sglang.srt.configs.model_config": {
         "dsa_layer_skips_topk": "config, layer_id",
