@@ -239,3 +239,22 @@ def test_a_plan_is_overwritten_only_behind_the_copies_that_read_it(
 def test_a_number_of_plans_below_one_is_refused(side: Side) -> None:
     with pytest.raises(ValueError, match="num_plans is 0, the limit is at least 1"):
         Runtime(side.layout, CONFIG, SIZES, side.host, side.device, num_plans=0)
+
+
+@pytest.mark.parametrize("wanted", WANTED)
+def test_resident_rows_are_those_of_swap_in_while_all_is_on_the_device(
+    make_side: MakeSide, wanted: str
+) -> None:
+    side = make_side(wanted=wanted)
+    pages = PAGES[1][:3] + PAGES[2][:2]
+    side.runtime.apply(Deltas(residency={page: 3 + index for index, page in enumerate(pages)}))
+    padded = torch.tensor([2, 1, 5], device=side.where)
+    side.runtime.set_device_batch(padded, torch.tensor([2], dtype=torch.int32, device=side.where))
+    positions = selection([7, 0, -1, 3], [11, 4, 4, 0], [0, 1, 2, 3]).to(side.where)
+    found = side.runtime.resident_rows(positions)
+    assert not side.runtime.stats.any() and found.dtype == torch.int32
+    assert found.tolist() == side.runtime.swap_in(0, positions).tolist()
+    assert found[0].tolist() == [(3 + 4) * PAGE + 3, (3 + 3) * PAGE, -1, (3 + 3) * PAGE + 3]
+    assert found[2].tolist() == [-1] * 4, "padding"
+    elsewhere = selection([31, 8, 0, 0], [12, 0, 0, 0], [0, 0, 0, 0]).to(side.where)
+    assert side.runtime.resident_rows(elsewhere)[:, 0].tolist() == [-1, -1, -1], "not on the device"
