@@ -196,7 +196,8 @@ class Traffic:
         if rid in self.given_up:  # a step of it was in flight
             return
         client = self.live[rid]
-        client.said += output.output_ids[i]
+        stand_in = client.max_new_tokens == 0 and client.aborted  # nothing is sampled: SGLang says 0
+        client.said += [] if stand_in else output.output_ids[i]
         start = client.text.num_prompt
         client.text.grow(start + len(client.said))
         expected = client.text.tokens[start : start + len(client.said)]
