@@ -64,4 +64,6 @@ def _draw_rates(axes: Any, lines: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.plot benchmarks/results/swap_in.jsonl")
     print(draw(Path(sys.argv[1])))

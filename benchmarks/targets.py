@@ -62,4 +62,6 @@ def summary(path: Path) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.targets benchmarks/results/swap_in.jsonl")
     print(summary(Path(sys.argv[1])))

@@ -622,6 +622,7 @@ def test_timed_runs_are_written_at_once_and_reported(
     assert [line["engine"] for line in graphs] == ["roomy_none", "roomy"]
     assert all(line["batch"] == 2 and line["launches"] == 60 for line in graphs)
     assert graphs[0]["span_us"] == 6.0 and graphs[0]["kernels"] == 4
+    assert graphs[0]["span_us_p10_p90"] == [6.0, 6.0]
     assert graphs[0]["kernels_us"] == {"g": 4.0, "f": 3.1}
     assert any(line.startswith("decode graph") and "1.000 x roomy_none" in line for line in printed)
     number = {"answers": 4, "start": 6, "steady": len(steps), "conversations": 16, "counts": 6, "graph": 2}
