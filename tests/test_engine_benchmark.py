@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -536,10 +538,11 @@ def test_a_run_may_be_held_in_parts() -> None:
         async with Client(url) as client:
             return await conversations.converse(client, SHAPE, 2, seed=1)
 
-    parts, one = Fake(), Fake()
+    parts, one = Fake(step=0.005), Fake(step=0.005)
     in_parts, in_one = with_fake(parts, work), with_fake(one, whole)
     assert bodies(parts) == bodies(one) and parts.flushes == one.flushes == 1
     assert in_parts["requests"] == in_one["requests"] == 15
+    assert 0.6 < in_parts["seconds"] / in_one["seconds"] < 2.5, "of all parts"
     assert in_parts["cached_share"] == pytest.approx(in_one["cached_share"], abs=0.1)
 
 
@@ -681,6 +684,49 @@ def test_engines_take_turns_within_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert order[2:26] == [one] * 6 + [two] * 12 + [one] * 6, "two conversations a turn, the last one alone"
 
 
+def test_rounds_differ_and_a_server_that_ends_in_its_turn_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.engine import timed
+
+    monkeypatch.setattr(timed, "HELD", 2)
+    fakes = {name: Fake() for name in ("roomy_none", "roomy")}
+
+    async def work() -> Timed:
+        async with AsyncExitStack() as stack:
+            servers = []
+            for name, fake in fakes.items():
+                server = await stack.enter_async_context(TestServer(fake.app()))
+                servers.append(timed_server(str(server.make_url("")).rstrip("/"), name))
+            found = Timed(servers, tmp_path, 60, 30, SHAPE)
+            await found.conversations([2], 2)
+            calls = len(fakes["roomy"].bodies)
+
+            def ended() -> None:
+                raise ServerDied("roomy has ended")
+
+            real = conversations.Conversations.hold
+
+            async def hold(self: conversations.Conversations, number: int) -> None:
+                if self.client.url == servers[1].url and self.answers:
+                    raise ServerDied("roomy has ended")
+                await real(self, number)
+
+            monkeypatch.setattr(conversations.Conversations, "hold", hold)
+            servers[1].check_alive = ended
+            await found.conversations([2], 1)
+            assert len(fakes["roomy"].bodies) == calls + 1 + 6, "the shared prefix, and one turn of two"
+            return found
+
+    found = asyncio.run(work())
+    assert found.dead == {"roomy"} and found.done == 4 + 1
+    written = [json.loads(line) for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    assert [line["engine"] for line in written if "counts" not in line].count("roomy") == 2
+    first, second = (fakes["roomy_none"].bodies[start : start + 16] for start in (0, 16))
+    assert [body["input_ids"] for body in first] != [body["input_ids"] for body in second]
+    assert [b["input_ids"] for b in fakes["roomy"].bodies[:1]] == [b["input_ids"] for b in first[:1]]
+
+
 def test_each_kind_of_process_has_its_core() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     with pytest.raises(ValueError, match="4 different ones of"):
@@ -726,6 +772,7 @@ def test_nothing_is_timed_after_the_budget(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_quantiles_and_aims() -> None:
+    assert conversations.latencies(range(1, 101))["itl_deciles"] == [*range(10, 100, 10)]
     assert conversations.quantile(range(1, 101), 0.95) == 95 and conversations.quantile([3.0], 0.5) == 3.0
     figures: dict[str, float] = dict.fromkeys(conversations.FIGURES, 1.0)
     found = {
@@ -750,9 +797,13 @@ def test_ratios_within_rounds() -> None:
         for round_, value in enumerate(runs)
     ]
     assert conversations.in_pairs(lines, "itl_p50", "roomy", "roomy_none") == {4: 1.05}
+    one, two = ([line | {"commit": commit} for line in lines] for commit in "ab")
+    two = [line | {"itl_p50": line["itl_p50"] * (1 if line["engine"] == "roomy" else 2)} for line in two]
+    found = conversations.in_pairs([*one, *two], "itl_p50", "roomy", "roomy_none")
+    assert found[4] == pytest.approx((0.55 + 0.75) / 2), "rounds of two records are not mixed"
     figures = dict.fromkeys(conversations.FIGURES, 1.0)
-    found: dict[tuple[str, int], dict[str, float]] = {("roomy", 4): figures, ("roomy_none", 4): figures}
-    assert "within rounds 1.050)" in conversations.verdicts(found, {4: 1.05})[0]
+    sizes: dict[tuple[str, int], dict[str, float]] = {("roomy", 4): figures, ("roomy_none", 4): figures}
+    assert "within rounds 1.050)" in conversations.verdicts(sizes, {4: 1.05})[0]
 
 
 QUICK = soak.Load(
@@ -918,10 +969,14 @@ def test_a_server_that_hangs_is_stopped(tmp_path: Path) -> None:
         server.check_alive()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(count: int = 1) -> int:
+    """The first of so many in a row. Not of those that the system gives to other tests at this moment."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with ExitStack() as stack, contextlib.suppress(OSError):
+            for offset in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            return port
 
 
 def test_the_timed_command(
@@ -931,7 +986,7 @@ def test_the_timed_command(
     monkeypatch.setattr(main, "Server", partial(Server, command=[sys.executable, __file__]))
     monkeypatch.setattr(main, "Timed", partial(Timed, warm_up=SHAPE))
     monkeypatch.setattr(conversations, "Shape", lambda answer: replace(SHAPE, answer=answer))
-    words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port()}"
+    words = f"timed --model {tmp_path}/glm --out {tmp_path} --engines roomy_none roomy --port {free_port(2)}"
     words += " --concurrency 4 --rounds 1 --more-rounds 0 --skip answers steady graphs --answer 5"
     monkeypatch.setattr(sys, "argv", ["benchmarks.engine", *words.split()])
     assert main.main() in (0, 1)  # whatever a fake's speed is

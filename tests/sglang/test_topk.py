@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.dsa import dsa_topk_backend
 from sglang.srt.layers.attention.dsa.dsa_indexer_metadata import DSAIndexerMetadata
 from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
 
@@ -122,13 +123,33 @@ def test_a_decode_step_gets_positions_of_the_newer_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["other kernel", "prefill", "no plan", "plan of others", "switched off", "no HiSparse", "float64"]
+    "case",
+    [
+        "other kernel",
+        "some rows",
+        "never fused",
+        "fused",
+        "prefill",
+        "no plan",
+        "plan of others",
+        "switched off",
+        "no HiSparse",
+        "float64",
+    ],
 )
 def test_all_else_is_sglangs(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     topk.verify(CPU, TOP_K)
     logits, wanted, ks = scores(), indexer(), None
     if case == "other kernel":
         wanted = indexer(topk_backend=DSATopKBackend.TORCH)
+    elif case == "some rows":
+        given = wanted.attn_metadata.dsa_seqlens_expanded, TOP_K, TopkTransformMethod.PAGED
+        some: Any = {"batch_idx_list": [0, 1, 2], "force_unfused_topk": True}
+        assert wanted.topk_backend.topk_transform(logits, *given, wanted.attn_metadata, **some) is OLDER
+        return
+    elif case == "fused":
+        monkeypatch.setattr(dsa_topk_backend, "_topk_transform_v2_paged", lambda *args: OLDER)
+        wanted = indexer(force_unfused_topk=False)
     elif case == "prefill":
         ks = torch.zeros(ROWS, dtype=torch.int32)
     elif case == "no plan":
@@ -139,7 +160,8 @@ def test_all_else_is_sglangs(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(topk, "get_memory", lambda: SimpleNamespace(enable_hisparse=False))
     elif case == "float64":
         logits = logits.double()
-    with envs.SGLANG_OPT_USE_TOPK_V2.override(case != "switched off"):
+    fuse = envs.SGLANG_DSA_FUSE_TOPK.override(case != "never fused")
+    with fuse, envs.SGLANG_OPT_USE_TOPK_V2.override(case != "switched off"):
         assert wanted.topk_transform(logits, TOP_K, ks=ks) is OLDER
 
 

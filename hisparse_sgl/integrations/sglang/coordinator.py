@@ -264,14 +264,13 @@ class Coordinator:
         A leader resolves and starts the copies of its group; a follower waits for its own. In a graph for
         steps whose rows are all resident there is nothing to copy or to wait for.
         """
-        group, resident = self.group_of[layer_id], graphs.without_swap_in()
+        group = self.group_of[layer_id]
         if layer_id not in self.leaders:
-            if not resident:
-                self.runtime.wait_layer(layer_id)
+            self.runtime.wait_layer(layer_id)
             return self.answers[group]
         if group == 0:
             self.runtime.set_device_batch(req_pool_indices, self.num_real_reqs.on_device)
-        if resident:
+        if graphs.without_swap_in():
             self.answers[group] = self.runtime.resident_rows(top_k_result)
         else:
             self.answers[group] = self.runtime.swap_in(group, top_k_result)
